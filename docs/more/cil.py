@@ -2,10 +2,10 @@
 Chen, Wu, Zhuang, ACL 2021, arXiv 2106.10855.
 
 A bag is the set of all sentences about the same two entities. A database names the relation of the entities,
-but some sentences do not express this relation. So the classifier reads only the bag's vector B_b, a weighted
-mean of the bag's sentence vectors x_i (L_bag). CIL also trains each sentence: it pulls x_i to the vector a_i
-of an edited copy, and pushes x_i away from the vectors of other bags. b(i) is the bag of sentence i,
-s(u, v) = cos(u, v) / τ, t is the step, w the number of warm-up steps, and L_MLM a masked-LM loss:
+but some sentences do not express this relation. So the classifier, with the loss L_bag, reads only the bag's
+vector B_b, a weighted mean of the bag's sentence vectors x_i. CIL also trains each sentence: it pulls x_i to
+the vector a_i of an edited copy, and pushes x_i away from the vectors of other bags. b(i) is the bag of
+sentence i, s(u, v) = cos(u, v) / τ, t the step, w the number of warm-up steps, and L_MLM a masked-LM loss:
 
     L_C = mean over i of −log( exp s(x_i, a_i) / ( exp s(x_i, a_i) + Σ_{b ≠ b(i)} exp s(x_i, B_b) ) )
     L   = L_bag + 10 · tanh(t / 2w) · L_C + 0.1 · L_MLM
@@ -21,18 +21,19 @@ Data: OpenNRE's JSON lines, one sentence each, with a head entity h and a tail e
 The relation NA (or no_relation) means that no relation is known. In training a bag has one pair of ids and
 one relation; in evaluation a bag has one pair of ids and all relations of this pair.
 
-Expected: the scores on --dev rise. The model ranks all pairs of a bag and a relation. auc is the area under
-the precision-recall curve, f1 the best F1, and p@100 the precision of the first 100 pairs, all in percent.
-A curve in the authors' code has the label 50.8 (auc on NYT10-D). --form code is closest to their settings.
+Expected: the scores on --dev rise. Evaluation ranks all pairs of a bag and a relation by probability. auc is
+the area under the precision-recall curve, f1 the best F1, p@100 the precision of the first 100 pairs, in
+percent. Published: auc 50.8 on NYT10-D, a label in the released code, which --form code follows.
 
 Where the paper is silent, both forms follow the released code, antct/cil. --form code also follows it in:
-    L_C       negatives of a bag's k-th sentence i are the k-th sentences x_j of other bags: s(x_j, B_b(i))
-    copies    edits only replace words, and lose punctuation and one-letter words; the paper also inserts
-    MLM       may mask entities, but not start marks (in the code, also not their positions in other rows)
+    L_C       negatives are s(x_j, B_b(i)): if i is the k-th sentence of its bag, j are the k-th of other bags
+    copies    edits only replace words (paper: also insert words), and drop punctuation and one-letter words
+    MLM       may mask entities, but not start marks; the released code also spares their places in other rows
     p@N       the precision of the first N + 1 pairs
 Departures from the released code, in both forms:
-- Negatives are the bags of all GPUs. The learning rate falls to 0; in the code, on 2 GPUs, to half its peak.
-- The own bag is not in the sum. The code adds and subtracts its term, with large float32 rounding errors.
+- Negatives are the bags of all GPUs, not of one GPU.
+- The learning rate falls to 0. In the released code, it falls only to half its peak on 2 GPUs.
+- L_C skips a sentence's own bag. The released code adds and subtracts its term, with large rounding errors.
 - The marks around entities are new tokens. Sentences are left out if --max-length cuts off a start mark.
 """
 import math
@@ -78,7 +79,7 @@ def make_parser():
         eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--contrastive-weight", type=at_least(0), default=10.0,
-        help="weight of the contrastive loss; 0: off; default 10 (released code), reached gradually")
+        help="weight of the contrastive loss; 0: off; default 10 (released code); rises from 0")
     add("--mlm-weight", type=at_least(0), default=0.1,
         help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
     add("--bag-size", type=at_least(1, int), default=3,
@@ -96,7 +97,7 @@ SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20
 
 
 def load_data(path, args):
-    """Read --data, and set flags that were not given. Return (its lines, its relations' names, NA first)."""
+    """Read --data and set the defaults of missing flags. Return the result of cil_bags.load_sentences."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     rows, names = cil_bags.load_sentences(path)
     log("cil", f"{args.form}: {len(rows):,} sentences, {len(names) - 1} relations besides NA, from {path}")
@@ -104,7 +105,7 @@ def load_data(path, args):
 
 
 def build_model(args, run, relations, texts=None):
-    """Load the encoder and its masked-LM head. Add the layer W of sentence vectors and the bag classifier."""
+    """Load the encoder and its masked-LM head. Add the layer W (see encode) and the classifier of bags."""
     heads = Path(args.model, "heads.safetensors")
     if args.evaluate and not heads.is_file():
         fail(f"--model {args.model}: no heads.safetensors, expected a model that this script has trained")
@@ -132,7 +133,7 @@ def make_batch(bags, tokens, step, model, args):
         rng = random.Random(f"{args.seed} {step} {bag[0]}")
         rows += rng.sample(bag, size) if len(bag) > size else bag + rng.choices(bag, k=size - len(bag))
     sentences, copies = zip(*(tokens[row] for row in rows))
-    numbers = [number_of.get(relation, 0) for (_, _, relation), _ in bags]     # no_relation: 0, as NA
+    numbers = [number_of.get(relation, 0) for (_, _, relation), _ in bags]     # "no_relation" counts as NA
     return sentences, copies, torch.tensor(numbers, device=model.device)
 
 
@@ -140,14 +141,14 @@ def make_batch(bags, tokens, step, model, args):
 
 
 def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, all_bag_of=None, impl="auto"):
-    """Return L_C, a mean over N sentences. All vectors are normalised here; they may have any float type.
+    """Return the loss L_C, a mean over N sentences. Vectors are normalised here; any float type.
 
     x, a         (N, D) vectors of sentences and of their edited copies; a zero vector has cosine 0 with all
     bags         (B, D) vectors of all bags of the batch
     bag_of       (N,) integers from 0 to B − 1: the bag of each sentence
     form         "paper" | "code"; "code" requires the same number of sentences in all bags
-    all_x        (L, D) sentence vectors of all ranks, for form="code"; None: x. Ranks must not share a bag
-    all_bag_of   (L,) integers: the bag of each sentence in all_x; None: bag_of
+    all_x        (L, D) sentence vectors of all ranks, for form="code"; default x. Ranks must not share a bag
+    all_bag_of   (L,) integers: the bag of each sentence in all_x; default bag_of
     returns      scalar float32 (float64 for float64 vectors); 0 if there is only one bag
     """
     checks.check_choice("form", form, "paper", "code")
@@ -179,7 +180,7 @@ def bag_attention(x, bag_of, queries):
     """Return (B, D) bag vectors Σ_i α_i x_i, where α is the softmax of x_i·query over the bag's sentences.
 
     x, bag_of   (N, D) sentence vectors, and (N,) integers, their bags, 0 to B − 1; each bag has a sentence
-    queries     (B, D) query of each bag: in training the classifier's weights of its relation, as constants
+    queries     (B, D) query of each bag: in training, the detached classifier weights of the bag's relation
     """
     check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), queries=(queries, "B D"))
     checks.check_index("bag_of", bag_of, len(queries))
@@ -193,18 +194,18 @@ def attend(scores, bag_of, count):
 
 
 def bag_scores(x, bag_of, weight, bias):
-    """Return (B, R) scores. Score (b, r) is bag b's probability of relation r, with weight[r] as the query.
+    """Return (B, R) scores. Score (b, r) is bag b's probability of relation r, if weight[r] is its query.
 
     x, bag_of      (N, D) sentence vectors, and (N,) integers, their bags, 0 to B − 1; each bag has a sentence
     weight, bias   (R, D) and (R,) parameters of the classifier
     """
-    products, count = x @ weight.T, int(bag_of.max()) + 1      # W B = Σ_i α_i W x_i needs no (B, R, D) tensor
+    products, count = x @ weight.T, int(bag_of.max()) + 1      # W x_i first: avoids a (B, R, D) tensor of B_b
     logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
     return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
 
 
 def encode(model, batch):
-    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b; h are the states at the two start marks."""
+    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b. h: last hidden states at the start marks."""
     def embed(group):
         _, ids, mask = group
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
@@ -218,7 +219,7 @@ def encode(model, batch):
 
 def compute_loss(model, batch, rows, args, schedule=1.0):
     """Return this rank's part of the loss of the global batch of `rows` bags, and the values to log. batch:
-    (token ids of this rank's sentences, of their copies, relations of its bags); schedule: tanh(t / 2w)."""
+    (token ids of this rank's sentences, of their copies, relations of its bags). schedule: tanh(t / 2w)."""
     sentences, copies, relations = batch
     n, own = len(relations), own_rows(rows)
     bag_of = torch.arange(n, device=model.device).repeat_interleave(args.bag_size)

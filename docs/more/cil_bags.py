@@ -58,7 +58,7 @@ def add_marks(model):
 
 
 def marked_text(row, editor=None, rng=None):
-    """Return a line's text with marks around both entities. Words that belong to both entities occur twice.
+    """Return a line's text with marks around both entities. If they overlap, their common words appear twice.
     editor: None, or a WordEditor that edits the text outside the entities, with random numbers from `rng`."""
     text, places = row["text"], sorted((*row[entity]["pos"], *marks) for entity, marks in MARKS.items())
     (start, end, *first), (start2, end2, *second) = places
@@ -70,11 +70,11 @@ def marked_text(row, editor=None, rng=None):
 
 class WordEditor:
     """Changes unimportant words of a text. TF-IDF (term frequency times idf, the inverse document frequency)
-    decides which words are changed. A word that occurs n times in all L texts has the idf log(L / n). Each
-    time that it occurs in a text of k words, it has the TF-IDF idf / k.
+    decides which words are changed. A word that occurs n times in all L texts has the idf log(L / n). In a
+    text of k words, each occurrence of the word has the TF-IDF idf / k.
 
-    form    "paper": each change, with equal probability, replaces a word or inserts a new word before it
-            "code": each change replaces a word, and punctuation and single letters are lost
+    form    "paper": each change, with equal probability, replaces a word or inserts a new word before it.
+            "code": each change replaces a word; punctuation and one-letter words are dropped
     """
 
     def __init__(self, texts, form="paper"):
@@ -84,7 +84,7 @@ class WordEditor:
         for words in texts:
             totals.update({word: n * self.idf(word) / len(words) for word, n in Counter(words).items()})
         self.vocabulary, most = [*totals], max(totals.values(), default=0)
-        # weights for drawing a new word: largest total − the word's total; + 1e-9, so that not all are 0
+        # common new words are drawn less often: weight = largest total − own total; 1e-9, as not all may be 0
         self.cumulative = [*itertools.accumulate(most - total + 1e-9 for total in totals.values())]
 
     def idf(self, word):
@@ -101,7 +101,7 @@ class WordEditor:
         values = [self.idf(word) / len(words) for word in words]
         most = max(values)
         gaps = [most - value for value in values]
-        # draw places of words without repetition, with the gaps as weights; then places with gap 0, at random
+        # draw words without replacement, weighted by gap; words with gap 0 are drawn only if others run out
         keys = [(1, math.log(1 - rng.random()) / gap) if gap > 0 else (0, rng.random()) for gap in gaps]
         chosen = sorted(range(len(words)), key=keys.__getitem__)[len(words) - count :]
         for i, new in zip(chosen, rng.choices(self.vocabulary, cum_weights=self.cumulative, k=count)):
@@ -114,10 +114,10 @@ class WordEditor:
 
 
 def tokenise_sentences(rows, model, args, editor=None):
-    """Tokenise lines, and leave out those that lose a start mark by truncation. Return (lines, token ids).
+    """Tokenise lines, and leave out those that lose a start mark by truncation. Return (lines, tokens).
 
-    editor    a WordEditor: then a line has two lists of ids, of the sentence and of an edited copy. The copy
-              depends only on the seed and on the line's number
+    editor    a WordEditor, or None. The edited copies depend only on --seed and on the lines' numbers
+    tokens    tuple for each line: (token ids,), or with an editor (token ids, token ids of an edited copy)
     """
     limit, starts = min(args.max_length, model.max_length), model.marks[::2].cpu().numpy()
     columns = [[marked_text(row) for row in rows]]
@@ -126,13 +126,13 @@ def tokenise_sentences(rows, model, args, editor=None):
                         for i, row in enumerate(progress(rows, "editing sentences"))])
     tokens = [*zip(*(tokenise(texts, model.tokenizer, limit)[0] for texts in columns))]
     whole = [all(np.isin(starts, ids).all() for ids in row) for row in tokens]
-    log("tokens", f"{whole.count(False):,} of {len(rows):,} sentences left out, where an entity starts after "
-                  f"the first {limit} tokens")
+    log("tokens", f"{whole.count(False):,} of {len(rows):,} sentences left out: an entity starts after the "
+                  f"first {limit} tokens")
     return [*itertools.compress(rows, whole)], [*itertools.compress(tokens, whole)]
 
 
 def group_rows(rows, *names):
-    """Return bags {(head id, tail id, the rows' values of `names`): [indices of rows]}, in file order."""
+    """Group rows into bags {(head id, tail id, *values of fields `names`): [row indices]}, in file order."""
     bags = defaultdict(list)
     for i, row in enumerate(rows):
         bags[(row["h"]["id"], row["t"]["id"], *(row[name] for name in names))].append(i)
@@ -140,7 +140,7 @@ def group_rows(rows, *names):
 
 
 def protected(ids, marks, form):
-    """Return (n, L) bool, True for tokens that MLM keeps: entities with marks (paper), start marks (code)."""
+    """Return (n, L) bool, True for tokens not to mask: entities with marks (paper), start marks (code)."""
     starts, ends = torch.isin(ids, marks[::2]), torch.isin(ids, marks[1::2])
     return starts if form == "code" else starts.cumsum(1) > ends.cumsum(1) - ends.long()
 
@@ -148,9 +148,9 @@ def protected(ids, marks, form):
 def load_bags(path, model, args):
     """Read a file for evaluation, where a bag has one pair of entities and all relations of the pair.
 
-    returns   token ids of all sentences; [indices of the sentences] of each bag; facts (B, R) bool, in the
-              order of the model's relations: whether the pair has the relation; number of facts in the file,
-              also those whose sentences were left out, or whose relation the model does not know
+    returns   (token ids of all sentences, [indices of sentences] of each bag, facts, total)
+    facts     (B, R) bool: whether the file says that the bag's pair has relation r of the model
+    total     number of facts in the file, also for pairs without a bag and for relations unknown to the model
     """
     rows, _ = load_sentences(path)
     number_of = model.encoder.config.label2id
@@ -161,7 +161,7 @@ def load_bags(path, model, args):
         text = f"{path}: {len(unknown)} of {len(facts)} facts have relations unknown to the model ({names})"
         if len(unknown) == len(facts):
             fail(text)
-        log("note", f"{text}; they count as not found")
+        log("note", f"{text}; these facts count as not found")
     rows, tokens = tokenise_sentences(rows, model, args)
     bags = group_rows(rows)
     labels = torch.tensor([[(*pair, name) in facts for name in number_of] for pair in bags])
@@ -174,7 +174,7 @@ def precision_recall(scores, facts, total, form="paper"):
 
     scores    (B, R) result of bag_scores; relation 0 is NA. Pairs with equal scores keep their order
     facts     (B, R) bool: the known relations of each bag
-    total     number of facts, including facts without a bag
+    total     number of facts in the file, including those of pairs without a bag
     form      "paper" | "code"; with "code", p@N is the precision of the first N + 1 pairs
     returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean" (their mean)} in percent; p@N is missing if
               there are too few pairs. "curve": list of the precision (0 to 1) at 1 %, 2 %, ... of recall
@@ -184,13 +184,13 @@ def precision_recall(scores, facts, total, form="paper"):
     count = torch.arange(1, len(hits) + 1, device=hits.device)
     precision, recall = hits / count, hits / total
     found = {"auc": torch.trapezoid(precision, recall), "f1": (2 * hits / (count + total)).max()}
-    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # index of the last pair that counts
+    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # index of the last pair of p@n
     found |= {f"p@{n}": precision[i] for n, i in at.items() if i < len(hits)}
     if "p@300" in found:
         found["p_mean"] = (found["p@100"] + found["p@200"] + found["p@300"]) / 3
     found = {name: 100 * value.item() for name, value in found.items()}
     levels = torch.arange(1, 101, dtype=recall.dtype, device=recall.device) / 100
-    places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9 for rounding of hits / total
+    places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9: hits / total has rounding errors
     return found | {"curve": precision[places[places < len(recall)]].tolist()}
 
 

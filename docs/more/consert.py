@@ -3,7 +3,7 @@
 
 The encoder reads two changed views of each sentence, or one of an anchor and one of its positive. Training
 pulls the two embeddings together and pushes them away from the embeddings of all other sentences. N sentences
-have 2N embeddings z_1 ... z_2N; i' is the other view of the sentence of i, and s(i, j) = cos(z_i, z_j) / τ:
+have 2N embeddings z_1 ... z_2N. z_i and z_i' are the views of one sentence, and s(i, j) = cos(z_i, z_j) / τ:
 
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
@@ -16,22 +16,22 @@ have 2N embeddings z_1 ... z_2N; i' is the other view of the sentence of i, and 
     feature_cutoff       sets a fraction of the features to 0, the same features for all tokens of a text
     token_cutoff         sets all features of a fraction of the tokens to 0
     embedding_dropout    sets a fraction of all entries of the token embeddings to 0
-    shuffle              gives the tokens other positions
+    shuffle              permutes the positions of the tokens
     crop, delete         remove a fraction of the words, at least one: crop at the ends, delete anywhere
     synonym              replaces a fraction of the words, at least one, by WordNet synonyms (--wordnet)
 The cutoffs and embedding_dropout change the input of the encoder's first layer, without rescaling it.
---adversarial adds noise to this input, along the gradient of the loss, but only to anchors with positives.
+--adversarial, for data with positives, adds noise along the loss's gradient to this input of the anchors.
 
 Data: a .txt file with one sentence per line, or columns: one of sentences, or one of anchors and one of
 positives. Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
 
-Published result of BERT-base: 72.74, from 53.86 before training (mean Spearman × 100 of seven STS test sets;
-use --evaluate --pooling avg_top2). The second command trains this model, if sts.txt has the sentences of the
-seven test sets, without labels. --recipe simcse uses SimCSE's loss and optimizer. SimCSE's paper compares
-crop, delete and synonym with them.
+Published result of BERT-base: 72.74 after and 53.86 before training (mean Spearman × 100 of seven STS test
+sets; use --evaluate --pooling avg_top2). The second command trains BERT-base in this way, if sts.txt contains
+the sentences of the seven test sets, without labels. --recipe simcse uses the loss and optimizer of SimCSE,
+whose paper compares crop, delete and synonym.
 
 Departures from the released code: this script's loss is the paper's mean over all anchors, not 0.15 times the
-sum of the means of both views. Only the released code stops after ten evaluations without a better score.
+sum of the means of both views. Only the released code stops early, after ten evaluations without progress.
 """
 import contextlib
 import math
@@ -110,7 +110,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Read --data into a Table with one or two columns. Set flags that were not given, and check --views."""
+    """Read --data into a Table with one or two columns. Set the defaults of missing flags, check --views."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     columns = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -132,24 +132,24 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial change."""
-    head = "train-only" if args.loss == "infonce" else None               # used only with cls pooling
+    """Load the encoder. Fail if --views or --adversarial need its module `embeddings` and it has none."""
+    head = "train-only" if args.loss == "infonce" else None               # default with cls pooling
     model = build_encoder(args, run, "avg", head)
     set_dropout(model.encoder, args.dropout, args.model)
     if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
-        # XLM's module `embeddings` has only word embeddings, without positions
+        # in XLM, `embeddings` is only the table of word embeddings, without positions
         if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
-            fail(f"--model {args.model}: {type(model.encoder).__name__} has no module `embeddings` like BERT "
-                 "for --views and --adversarial to change; use the views dropout, crop, delete or synonym")
+            fail(f"--model {args.model}: {type(model.encoder).__name__} lacks BERT's module `embeddings`, "
+                 "which --views and --adversarial change; use the views dropout, crop, delete or synonym")
     log("model", describe_model(model, args))
     return model.to(run.device)
 
 
 class ViewMaker:
-    """Makes batches with two views of n texts: lists of groups [row indices, token ids, mask, view numbers].
+    """Makes batches with two views of n texts. Row v · n + i of a batch is view v of text i; v is 0 or 1.
 
-    Row v · n + i is view v of text i, where v is 0 or 1. Random numbers come from the rank's PyTorch
-    generator, so that --resume and --chunk-size reproduce them.
+    A batch is a list of groups [row indices, token ids, mask, view numbers]. Random numbers come from the
+    rank's PyTorch generator, so that --resume and --chunk-size reproduce them.
     """
 
     def __init__(self, args, model):
@@ -184,7 +184,7 @@ def number_to_change(words, rate):
 
 
 def remove_words(words, name, rate, rng):
-    """Remove a fraction of the words, crop at the ends and delete anywhere. At least one word stays."""
+    """Remove a fraction of the words: "crop" at the ends, "delete" anywhere. At least one word stays."""
     kept = len(words) - number_to_change(words, rate)
     if kept < 1:
         return words
@@ -195,7 +195,7 @@ def remove_words(words, name, rate, rng):
 
 
 def replace_by_synonyms(text, words, rate, wordnet, rng):
-    """Replace a fraction of the words by synonyms, chosen from those that have some. words: see tag_words."""
+    """Replace a fraction of the words by synonyms. Words without synonyms stay. words: see tag_words."""
     left, new = number_to_change(words, rate), {}
     for start, end, pos in rng.sample(words, len(words)):
         options = []
@@ -215,7 +215,7 @@ def cutoff(x, mask, name, rate):
     """Set a fraction of each text's features, tokens or entries, rounded down, to 0 (released code).
 
     x       (n, L, D) input of the encoder's first layer
-    mask    (n, L) bool, False at padding, which only feature_cutoff changes
+    mask    (n, L) bool, False at padding; feature_cutoff also changes padding
     """
     eligible = mask[:, :, None]
     if name == "feature_cutoff":
@@ -234,7 +234,7 @@ def random_subset(eligible, rate):
 
 
 def random_keys(eligible):
-    """Return random numbers from 0 to 1 where `eligible` is True, and 2 elsewhere, which sorts last."""
+    """Return random numbers from 0 to 1 where `eligible` is True, and 2 elsewhere, to sort these last."""
     return torch.rand(eligible.shape, device=eligible.device, dtype=torch.float64).masked_fill_(~eligible, 2)
 
 
@@ -247,8 +247,8 @@ def reorder(x, order):
 def changed_embeddings(encoder, args, mask, view, noise=None):
     """Within this context the encoder applies shuffle, noise and cutoffs to the texts that it reads.
 
-    shuffle permutes the word embeddings, and permutes the output of the last layer back. This gives the words
-    other positions in any model. Noise and cutoffs change the output of the module `embeddings`.
+    shuffle permutes the word embeddings, and restores the order of words in the output of the last layer, so
+    that each word has another position. Noise and cutoffs change the output of the module `embeddings`.
 
     mask     (n, L) attention mask of the texts
     view     (n,) view of each text, an index into args.views

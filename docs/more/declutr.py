@@ -14,16 +14,15 @@ Vector i' is the mean of anchor i, or the anchor of mean i, and s(i, j) = cos(z_
     torchrun --nproc-per-node 4 docs/more/declutr.py --data documents.jsonl --out out/declutr-4
 
 Data: a .txt file has one document per line; other files have a column of documents. Documents with fewer than
-2 · A · --max-length tokens are left out.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
+2 · A · --max-length tokens are skipped. --dev, --test: columns sentence1, sentence2, score, or --dev-columns.
 
-Published result of DistilRoBERTa: 77.50, from 72.58 before training (mean of the downstream tasks of SentEval
-without SNLI; --transfer evaluates such tasks). The first command trains this model. Its documents are those
-of OpenWebText with at least 2,048 tokens.
+Published result of DistilRoBERTa: 77.50 after and 72.58 before training (mean of SentEval's downstream tasks
+without SNLI; --transfer evaluates such tasks). The first command trains DistilRoBERTa in this way, if
+documents.jsonl contains the documents of OpenWebText with at least 2,048 tokens.
 
 Both forms sample spans as the released code does: the document is divided into cells of --max-length tokens,
 and each anchor lies within one cell. --form code also follows the released code in this point:
-    MLM    the masked anchors are also the contrastive anchors; the decoder shares the word embeddings
+    MLM    z_i of an anchor comes from its masked text; the MLM decoder shares the encoder's word embeddings
 Departures from the released code:
 - The released code divides contrastive gradients by the number of GPUs; this script does not.
 - The released code drops the last batch of an epoch if the batch is not full; this script uses the batch.
@@ -88,7 +87,7 @@ MIN_SPAN = 32                                                  # least number of
 
 
 def load_data(path, args):
-    """Read --data into a Table with one document per row, and set flags that were not given."""
+    """Read --data into a Table with one document per row, and set the defaults of missing flags."""
     _, table = read_table(path, empty_cell, columns=args.columns)
     if len(next(iter(table))[1]) > 1:
         fail(f"{path}: several columns, expected one of documents; choose it by --columns")
@@ -131,7 +130,7 @@ def long_documents(table, model, args):
 def make_batch(tokens, picked, model, args):
     """Return (batch of anchors, batch of positives) of the documents whose numbers are in `picked`. Anchors
     are in order of documents; the first positives of all anchors precede the second positives, and so on."""
-    rng = random.Random(int(torch.randint(2**62, ())))         # --resume repeats PyTorch's random numbers
+    rng = random.Random(int(torch.randint(2**62, ())))         # --resume restores PyTorch's generator
     anchors, *positives = sample_spans([tokens[i][0] for i in picked], model, args, rng)
     return model.batch(anchors), model.batch(*positives)
 
@@ -164,7 +163,7 @@ def sample_spans(documents, model, args, rng):
 
 
 def span_length(a, b, longest, rng):
-    """Sample a span length by Beta(a, b): from MIN_SPAN (longest / 2 if this is less) to `longest` tokens."""
+    """Sample a span length from Beta(a, b), scaled from min(MIN_SPAN, longest // 2) to `longest` tokens."""
     least = min(MIN_SPAN, longest // 2)
     return int(rng.betavariate(a, b) * (longest - least) + least)
 
@@ -188,7 +187,7 @@ def masked_embeddings(model, batch, impl="auto"):
     """Mask tokens of a batch and embed the batch. Return (embeddings (n, H), this rank's part of the mean
     cross entropy of the masked tokens). One forward pass gives both, as in the released code."""
     def embed_group(group):
-        """Return (n, H + 2): embeddings, and two columns, whose first row is loss sum and token count."""
+        """Return (n, H + 2): embeddings, then two columns with loss sum and token count in the first row."""
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 
@@ -210,7 +209,7 @@ def compute_loss(model, batch, rows, args):
             mlm = masked_lm_loss(model, anchors, args.impl)
     z2 = torch.stack(model(positives).chunk(args.spans[1])).mean(0)
     gathered = None
-    if len(z1) < rows * count:                                 # gather whole documents with all anchors
+    if len(z1) < rows * count:                                 # several ranks: gather by documents
         gathered = [gather_keys(z.unflatten(0, (-1, count)), rows, args).flatten(0, 1) for z in (z1, z2)]
     with loss_autocast(z1, args):
         loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start * count,
@@ -244,7 +243,7 @@ def main(argv=None):
     model.train()
     for step, picked in run.steps(total, documents):           # picked: document numbers of the global batch
         rate = warmup_linear(step - 1, total, total // 10, args.lr)
-        set_lr(optimizer, (args.lr + 31 * rate) / 32)          # AllenNLP's slanted triangular schedule
+        set_lr(optimizer, (args.lr + 31 * rate) / 32)          # slanted triangular schedule of AllenNLP
         batch = make_batch(tokens, picked[own_rows(len(picked))], model, args)
         loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()

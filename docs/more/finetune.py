@@ -6,9 +6,9 @@ cross entropy, z_i the input of the last layer for text i, and J_i are the other
                           L = (1 − λ) CE + λ SCL,  s_ij = cos(z_i, z_j) / τ
                           SCL = mean over i of −1/|J_i| Σ_{j in J_i} log( exp s_ij / Σ_{k ≠ i} exp s_ik )
     --ood-epochs, --ood   out-of-domain detection (Zeng et al., ACL 2021, arXiv 2105.14289). A first stage
-                          minimises SCL of the texts and their adversarial views, where a word embedding x is
-                          x + ε g / ‖g‖ with the gradient g of CE with respect to x. After training, three
-                          detectors separate the texts of --ood, with classes not in --data, from --dev
+                          minimises SCL of the texts and their adversarial views. There, each word embedding x
+                          becomes x + ε g / ‖g‖; g is the gradient of CE at x. After training, three
+                          detectors tell --ood (texts of classes not in --data) from --dev
     --contrast-set        accuracy on test texts and on edited copies with other labels (Gardner et al. 2020)
 
     python docs/more/finetune.py --rdrop-weight 1 --data rte.tsv --dev rte-dev.tsv
@@ -18,12 +18,12 @@ cross entropy, z_i the input of the last layer for text i, and J_i are the other
 
 Data and defaults are those of childtuning.py. --contrast-set has the columns of --data, --ood only the text
 columns of --data.
-Expected: the score on --dev rises. Scores of runs are in docs/results.md.
+Expected: the score on --dev rises. docs/results.md lists scores of our runs.
 --form code follows the released code where it differs from the papers:
     R-Drop    L = (CE1 + CE2) / 2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), where KL is summed over the batch
-    Zeng      a pair of texts has one logarithm, of a sum over both views (a_ij in ood_contrastive_loss)
+    Zeng      SCL of the first stage has one logarithm per pair of texts; see ood_contrastive_loss
 Departures in both forms: SCL is a mean over the texts that have a positive; in the paper, it is a sum. One
-learning-rate schedule covers both stages of training. Steps whose gradient is not finite are skipped.
+learning-rate schedule covers --ood-epochs and --epochs. Steps whose gradient is not finite are skipped.
 """
 import math
 import os
@@ -61,7 +61,7 @@ def make_parser():
         help="α in R-Drop's loss CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1)) of two passes with different "
              "dropout. --form code halves CE1 + CE2, and sums KL over the batch; default off")
     add("--supcon-weight", type=ratio, default=0.0,
-        help="λ in the loss (1 − λ) CE + λ SCL; SCL: supervised contrastive loss; default 0")
+        help="λ in the loss (1 − λ) CE + λ SCL, with the supervised contrastive loss SCL; default 0")
     add("--ood-epochs", type=at_least(0, int), default=0,
         help="epochs of supervised contrastive training before fine-tuning; default 0 (released code: 20)")
     parser.add_shared("--adversarial", 0.1, "0.1 (released code); only used by --ood-epochs")
@@ -78,7 +78,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Read a file as classifier.load_rows does: [(texts, label)]. Set flags that were not given."""
+    """Return the rows [(texts, label)] of a file; see classifier.load_rows. Set missing flags to defaults."""
     fill_defaults(args, dict(epochs=12, lr=2e-3) if args.model == "scratch" else dict(epochs=3, lr=4e-5))
     rows = classifier.load_rows(path, args)
     if args.task == "regression" and (args.supcon_weight or args.ood_epochs or args.ood or args.contrast_set):
@@ -130,15 +130,15 @@ def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
 
     z         (N, V, D) features, V views of N texts; normalised here
     labels    (N,) integers
-    gathered  (z, labels) of all ranks, with gradient; None: one process
+    gathered  (z, labels) of all ranks, z with gradient; None on one rank
     offset    this rank's first row in `gathered`
-    source    Gunel et al. 2021, eq. 3, where SCL is a sum over views, so that λ depends on the batch size
+    source    Gunel et al. 2021, eq. 3. Their SCL is a sum over views, so the effect of λ grows with the batch
     """
     check_rows(z=(z, "N V D"), labels=(labels, "N", int))
     loss = sup_con_loss(z, labels, temperature, gathered=gathered, offset=offset, normalize=True)
     all_labels = labels if gathered is None else gathered[1]
     _, group, sizes = all_labels.unique(return_inverse=True, return_counts=True)
-    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # views without positive add 0
+    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # part of views with positives
     return loss / share.clamp(min=1 / len(all_labels))
 
 
@@ -152,7 +152,7 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
                  "code": the mean over i of −1/|C_i| Σ_{j in C_i} log(a_ij / Σ_l a_il), plus the same with
                  z and z' swapped; a_ij = [j ≠ i] e^{z_i·z_j/τ} + e^{z_i·z'_j/τ}, and C_i are the texts with
                  the label of text i
-    gathered     (pairs (z_i, z'_i) as (M, 2, D), labels) of all ranks, with gradient; None: one process
+    gathered     (pairs (z_i, z'_i) as (M, 2, D), labels) of all ranks, with gradient; None on one rank
     offset       this rank's first row in `gathered`
     source       Zeng et al. 2021
     """
@@ -185,7 +185,7 @@ def adversarial_noise(gradient, mask, size):
 
     gradient   (n, L, H) gradient of a loss for the word embeddings, any float type; 0 gives no step
     mask       (n, L) integers, 0 for padding, which gets no step
-    source     Zeng et al. 2021, whose code has a size of 0.1
+    source     Zeng et al. 2021; their code uses size 0.1
     """
     check_rows(gradient=(gradient, "n L H"), mask=(mask, "n L", int))
     checks.check_number("size", size)
@@ -204,7 +204,7 @@ def adversarial_views(model, inputs, labels, size):
     hook = layer.register_forward_hook(lambda layer, ids, x: words.append(x))
     logits, z = classify_with_features(model, inputs)
     hook.remove()
-    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5 embeds twice; XLNet embeds (length, batch)
+    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # two calls: T5; (length, batch): XLNet
         fail(f"{type(model).__name__} does not embed the words of a batch in one call, one text per row; "
              "--ood-epochs needs a model like BERT", every_rank=True)
     task = F.cross_entropy(logits, labels, reduction="sum")
@@ -217,7 +217,7 @@ def adversarial_views(model, inputs, labels, size):
 
 
 def gathered_rows(z, labels, rows):
-    """Return the arguments `gathered` and `offset` of the losses above; {} if this rank has all the rows."""
+    """Return `gathered` and `offset` for supcon_loss and ood_contrastive_loss; {} with one rank."""
     if len(z) == rows:
         return {}
     return dict(gathered=(gather_rows(z, rows), gather_rows(labels, rows)), offset=own_rows(rows).start)
@@ -232,7 +232,7 @@ def compute_loss(model, batch, rows, args):
     if args.rdrop_weight is None:
         loss = task_loss(*logits, labels)
     else:
-        # with form code KL is a sum over rows: cancel the factor len(labels) / rows that the loss gets below
+        # --form code: KL is a sum over rows, so cancel the factor len(labels) / rows that the loss gets below
         alpha = args.rdrop_weight * (rows / len(labels) if args.form == "code" else 1)
         loss = rdrop_loss(*logits, labels, alpha, args.form)
     if args.supcon_weight:
@@ -244,12 +244,12 @@ def compute_loss(model, batch, rows, args):
 
 
 def compute_ood_loss(model, batch, rows, args):
-    """Return what compute_loss returns, but for the contrastive loss of --ood-epochs."""
+    """Do the same as compute_loss for the contrastive loss of --ood-epochs."""
     inputs, labels = batch
     logits, z, z_adv = adversarial_views(model, inputs, labels, args.adversarial)
     loss = ood_contrastive_loss(z, z_adv, labels, args.temperature or 0.1, args.form,
                                 **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
-    # without 0 · logits the last layer's gradient would be None on one rank, but 0 on several ranks
+    # 0 · logits: the last layer's gradient is 0, not None, on one rank as on several (all_reduce_gradients)
     loss = (loss + 0 * logits.sum()) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
 
@@ -259,7 +259,7 @@ def compute_ood_loss(model, batch, rows, args):
 
 def score_test_sets(model, data, args):
     """Score --contrast-set and --ood. Print and return {"contrast": scores, "ood": {detector: scores}}.
-    data: {"train", "dev", "unseen", "original", "edited": tokenised rows}."""
+    data: {name: tokenised rows}, with the names "train", "dev", "unseen", "original" and "edited"."""
     found = {}
     if args.contrast_set:
         pairs = [(classifier.predict(model, rows).argmax(1), torch.tensor([label for _, label in rows]))
@@ -315,7 +315,7 @@ def main(argv=None):
             optimizer.step()
         else:
             run.extra_state["skipped"] += 1
-            values = logged                                    # the values of the step before
+            values = logged                                    # log the previous step's values
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
         if step == total:
             values = values | score_test_sets(model, data, args)

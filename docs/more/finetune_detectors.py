@@ -10,7 +10,7 @@ from kernels.training.text.classifier import classify, read_table_with_names
 
 def classify_with_features(model, inputs):
     """Classify texts. Return (logits (n, labels), features (n, H)), both float32. The features are the input
-    of the last linear layer. In training they are taken after dropout."""
+    of the last linear layer. In training, dropout has changed them."""
     labels, seen = model.config.num_labels, []
     linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     hooks = [part.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -19,8 +19,8 @@ def classify_with_features(model, inputs):
     for hook in hooks:
         hook.remove()
     if len(seen) != 1:
-        fail(f"{type(model).__name__} calls a linear layer from a text's features to its {labels} labels "
-             f"{len(seen)} times per pass, expected once; use another --model", every_rank=True)
+        fail(f"{type(model).__name__}: a forward pass must call the last linear layer with {labels} outputs "
+             f"once, but calls it {len(seen)} times; use another --model", every_rank=True)
     features, = seen
     if features.dim() == 3:                                    # GPT-2: features of all tokens; use the last
         places = torch.arange(1, features.shape[1] + 1, device=model.device)
@@ -38,7 +38,7 @@ def load_unseen(args):
     """Read --ood into [(texts, 0)], where 0 replaces a label. The columns are the text columns of --data.
     Fail if scikit-learn is not installed, which local_outlier_factor needs."""
     if not args.data or not args.dev:
-        fail(f"--ood {args.ood}: expected training texts in --data, and texts of the same classes in --dev")
+        fail(f"--ood {args.ood}: requires training texts in --data, and texts of the same classes in --dev")
     try:
         import sklearn.neighbors  # noqa: F401
     except ImportError:
@@ -96,7 +96,7 @@ def mahalanobis(train, labels, x):
     variances, directions = torch.linalg.eigh(centred.T @ centred / len(train))
     # a variance below the rounding error of float32 features counts as 0
     real = variances > torch.finfo(torch.float32).eps * variances.max()
-    whitening = directions[:, real] / variances[real].sqrt()   # Mahalanobis → Euclidean distance
+    whitening = directions[:, real] / variances[real].sqrt()   # Mahalanobis becomes Euclidean distance
     whitened, centres = ((z - means[0]) @ whitening for z in (x.double(), means))
     return -torch.cdist(whitened, centres).amin(1).square()
 
@@ -110,7 +110,7 @@ def ood_metrics(known, unseen):
     """
     known = np.sort(known)
     below, upto = (np.searchsorted(known, unseen, side) for side in ("left", "right"))
-    threshold = known[len(known) // 20]                        # at most n / 20 known rows score lower
+    threshold = known[len(known) // 20]                        # at most 5 % of known rows score lower
     accepted, detected = (unseen >= threshold).mean(), (unseen < threshold).sum()
     rejected = (known < threshold).sum()
     return {"AUROC": 100 * float(1 - (below + upto).mean() / 2 / len(known)), "FPR95": 100 * float(accepted),

@@ -12,17 +12,17 @@ c_1 ... c_C are those of the candidates in this order. With s(x) = cos(z, x) and
     python docs/more/simcls.py --data train.tsv --dev val.tsv --form code --candidate-length 80 --out out/xsum
     python docs/more/simcls.py --evaluate --model out/simcls --dev test.tsv
 
-Data: columns text, reference, and one per candidate, from best to worst. They are chosen by --columns, by a
-header (text reference candidate_1 candidate_2 ...) or by their order. A JSON row may have a list of
+Data: columns text, reference, and one per candidate, from best to worst. --columns chooses the columns, or a
+header (text reference candidate_1 candidate_2 ...), or else their order. A JSON row may have a list of
 candidates. --dev has the same columns, and may have a last column `scores` with a number for each candidate,
 such as ROUGE, separated by spaces. The checkpoint whose chosen candidates have the highest mean score is
 kept. Without scores, the checkpoint that chooses the first candidate most often is kept.
 
-Published ROUGE-1, ROUGE-2, ROUGE-L of the choice among 16 summaries: 46.67, 22.15, 43.54 on CNN/DailyMail
-(first command); 47.61, 24.57, 39.44 on XSum (second command). This script does not compute ROUGE.
+Published ROUGE-1, ROUGE-2, ROUGE-L of the chosen summaries, with 16 candidates per text: 46.67, 22.15, 43.54
+on CNN/DailyMail (first command); 47.61, 24.57, 39.44 on XSum (second command). The script computes no ROUGE.
 
 --form code follows the released code in this point:
-    L    the first sum becomes a mean; the second becomes a sum of means, one for each distance j − i
+    L    the first sum is a mean; the second adds, for each distance j − i, the mean over its pairs
 """
 import os
 import re
@@ -66,7 +66,7 @@ def make_parser():
                   "min(t^-½, t · 10,000^-1½)"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--candidate-length", type=at_least(3, int), default=120,
-        help="truncate candidates to this many tokens in training; default 120 (released code; for XSum 80)")
+        help="truncate candidates to this many tokens in training; default 120 (released code, 80 for XSum)")
     add("--margin", type=at_least(0), default=0.01,
         help="λ, margin between consecutive candidates; default 0.01 (paper)")
     return parser
@@ -79,14 +79,14 @@ SCRATCH = dict(batch_size=12, epochs=20, lr=20.0, pooling="avg")               #
 ROLES = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
          "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
          "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
-SCORES = {"scores": "scores rouge rouges candidatescores".split()}             # a column of --dev
+SCORES = {"scores": "scores rouge rouges candidatescores".split()}             # last column of --dev
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def load_data(path, args):
-    """Read --data into a Table. Set args.count, the number of columns, and flags that were not given."""
+    """Read --data into a Table. Set args.count, the number of columns, and the defaults of missing flags."""
     header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
     args.count = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -224,7 +224,7 @@ def main(argv=None):
         loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()
         loss.backward()
-        all_reduce_gradients(model)                            # without clipping (released code)
+        all_reduce_gradients(model)                            # no gradient clipping (released code)
         optimizer.step()
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
