@@ -1,11 +1,11 @@
 """Tables of texts: rows in memory, or data files (.parquet, or .txt .csv .tsv .json .jsonl, also with .gz).
 
-read_table checks all rows first. Each pass over a file reads row by row, so that only a .json file must fit
-in memory. An error message names the file and the row, and says what was found and what is expected.
+read_table checks all rows of a file before a script uses them. Files are read row by row; only a .json file
+is loaded as a whole and must fit in memory. An error message names the file and the wrong row.
 
 Columns have roles, such as anchor, positive and negative. --columns assigns the roles. Without --columns, a
-header with usual column names does, and without such a header, the order of the columns. The content of cells
-plays no part, so log_first_row prints the first row with its roles, for the user to check.
+header with usual column names assigns them, and without such a header, the order of the columns does. The
+content of cells is not used, so log_first_row prints the first row with its roles, for the user to check.
 """
 import csv
 import functools
@@ -23,7 +23,7 @@ from pathlib import Path
 from .errors import fail, log
 from .progress import progress
 
-# {role: usual column names, as normalise_name returns them}; names of REPEATABLE_ROLES may end in a number
+# {role: usual column names, as normalise_name returns them}. Numbered names such as neg2 are also negatives
 SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
                     "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
                     "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
@@ -31,7 +31,7 @@ REPEATABLE_ROLES = "negative", "candidate"
 OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
                    entity positiveentity negativeentity entitytype page article originentity
                    original synonym antonym synonymwords antonymwords""".split()
-FIRST_ROWS = 20                                                # rows in which separator and columns are found
+FIRST_ROWS = 20                                                # rows from which the columns are found
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
 SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 csv.field_size_limit(2**24)                                    # in characters; Python's default is 131,072
@@ -41,7 +41,7 @@ csv.field_size_limit(2**24)                                    # in characters; 
 
 
 class RowError(Exception):
-    """Says what is wrong in a row, and what is expected. Readers yield this error in place of the row."""
+    """Says what is wrong in a row and what is expected. read_csv and others yield it instead of the row."""
 
 
 def read_lines(path):
@@ -53,7 +53,7 @@ def read_lines(path):
         try:
             for number, line in enumerate(file, 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if "\0" in text:                               # UTF-16 encodes a Latin letter with a NUL
+                if "\0" in text:                               # in UTF-16, Latin letters contain a NUL byte
                     raise UnicodeError
                 bar.update(len(line))
                 yield text
@@ -82,8 +82,8 @@ def read_csv(path, separator, **options):
 
 
 def check_separator(path, lines, separator):
-    """Fail if the first lines of a file seem to have another separator: `separator` is not equally frequent
-    in all lines, and another one is, or it splits the first line into usual column names."""
+    """Fail if `separator` is not equally frequent in all first lines of a file, and another separator either
+    is, or splits the first line into usual column names."""
     counts = {other: {line.count(other) for line in lines} for other in SEPARATORS}
     for other in SEPARATORS.keys() - {separator}:
         equally_many = len(counts[other]) == 1 and 0 not in counts[other] and len(lines) > 2
@@ -112,7 +112,7 @@ def read_json(path):
         content, number = None, getattr(error, "lineno", 1)
         reason = f"not JSON: {getattr(error, 'msg', error)}"
     if not isinstance(content, list):
-        fail(f"{path} line {number}: {reason}; for one row per line, name the file .jsonl")
+        fail(f"{path} line {number}: {reason}; if each line is a row, name the file .jsonl")
     yield from ((f"item {number}", row) for number, row in enumerate(content, 1))
 
 
@@ -138,8 +138,8 @@ READERS = {".txt": read_txt, ".csv": functools.partial(read_csv, separator=",", 
 
 def rows_in_memory(data):
     """Return the rows of data in memory: a list of texts or rows, a dict of columns, a DataFrame, a Dataset
-    or an array. Tables of pandas, polars and datasets are recognised by their attribute columns or
-    column_names, without importing these packages."""
+    or an array. A table of pandas, polars or datasets is recognised by its attribute `columns` or
+    `column_names`, so that these packages need not be imported."""
     kind = type(data)
     if hasattr(kind, "columns") or hasattr(kind, "column_names"):
         names = getattr(data, "column_names", None) or data.columns
@@ -159,7 +159,7 @@ def rows_in_memory(data):
 
 
 def to_row(row):
-    """Convert an item of a list of rows to a list or dict of cells. Return other items unchanged."""
+    """Convert a text, list or tuple to a list, and a namedtuple to a dict. Return other rows unchanged."""
     if isinstance(row, str):
         return [row]
     if hasattr(row, "_asdict"):                                # a namedtuple
@@ -169,7 +169,7 @@ def to_row(row):
 
 def to_python(value):
     """Convert an array or column to a list, a NumPy number to a Python number. Return others unchanged."""
-    for method in ("to_list", "tolist", "to_pylist"):          # polars and pandas; NumPy; pyarrow
+    for method in ("to_list", "tolist", "to_pylist"):          # of polars and pandas, NumPy, and pyarrow
         if hasattr(value, method):
             return getattr(value, method)()
     return value
@@ -182,15 +182,15 @@ class Table:
     """The rows of a data file, or rows in memory. Iterating yields (place, cells) for each row.
 
     data        a path, another Table, or rows in memory (see rows_in_memory)
-    roles       {role: usual column names}: sort the columns by role. None: columns have no roles
-    columns     names, or numbers from 1, of the columns to read, in the order of the roles; None: all columns
+    roles       {role: usual column names}, by which the columns are sorted. None: columns have no roles
+    columns     columns to read, by name or by number from 1, in the order of the roles; None: all columns
     names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
-    join        True: a cell that is a list becomes one text, joined by |. False: each entry of the list is a
-                positive or negative
-    negatives   repeat or cut the negatives of each row to this number; None: all rows must have equally many
+    join        True: a cell that is a list becomes one text, joined by |. False: each entry of the list has
+                the role of the column
+    negatives   number of negatives per row, after repeating or cutting; None: rows must have equally many
     Attributes:
-    header      names of the columns that are read, as "role name" if there are roles; None: no names
-    cell_roles  role of each column that is read; not set if the columns have no roles
+    header      names of the columns that are read; with roles, such as "anchor sent0"; None: no names
+    cell_roles  role of each column that is read, such as "anchor"; missing if the columns have no roles
     """
 
     def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=None):
@@ -233,8 +233,8 @@ class Table:
         return itertools.islice(rows, int(self.has_header), None)
 
     def find_columns(self, names):
-        """Set header, keys (the columns of dict rows) and indices (the columns to read) from the first rows.
-        Fail if the columns do not fit the roles."""
+        """Read the first rows, and set keys (the column names if rows are dicts), header, and indices (of the
+        columns to read). Fail if the columns do not fit the roles."""
         first = [row for _, row in itertools.islice(self.raw_rows(), FIRST_ROWS)]
         first = [row for row in first if isinstance(row, (list, dict)) and row]
         if not first:
@@ -297,8 +297,8 @@ class Table:
         self.header = [f"{found[i]} {names[i]}" for i in self.indices]
 
     def convert(self, row):
-        """Convert one row of the data to a list of rows of texts: one row for each positive if the positives
-        are a list, else one row. Raise RowError if the row is wrong."""
+        """Convert one row of the data to rows of texts. A list of positives gives one row for each positive;
+        without such a list, the result is one row. Raise RowError if the row is wrong."""
         if isinstance(row, RowError):
             raise row
         if isinstance(row, dict) and self.keys:
@@ -316,7 +316,7 @@ class Table:
         return [[to_text(cell, self.kind) for cell in cells] for cells in rows]
 
     def spread(self, row):
-        """Split a row whose cells may be lists. Return one row for each positive, with all negatives."""
+        """Return one row for each positive of `row`, whose cells may be lists. Each row has all negatives."""
         cells = {"before": [], "positives": [[]], "negatives": [], "after": []}
         for role, cell in zip(self.cell_roles, row):
             if role in REPEATABLE_ROLES:
@@ -347,7 +347,7 @@ def to_text(cell, kind):
             raise RowError("a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or "
                            "without quotes")
         if not cell.isascii() and re.search("[\ud800-\udfff]", cell):
-            raise RowError("an incomplete character, which JSON can hold; correct it, or delete the row")
+            raise RowError("an invalid character, half of a surrogate pair; correct it, or delete the row")
         return cell
     if isinstance(cell, (int, float)) and re.fullmatch(NUMBER, str(cell)):
         return str(cell)
@@ -401,14 +401,14 @@ def normalise_name(name):
 
 
 def role_of(name, roles):
-    """Return the role of a column with this name, or None if the name is not usual for a role."""
+    """Return the role that has this name among its usual column names, or None."""
     name = normalise_name(name)
     return next((role for role, names in roles.items()
                  if name in names or role in REPEATABLE_ROLES and name.rstrip("0123456789") in names), None)
 
 
 def role_by_position(index, roles):
-    """Return the role of a column at a position, from 0. Columns beyond the last role also have that role."""
+    """Return the role of column number `index`, from 0. Columns after the last role have the last role."""
     return list(roles)[min(index, len(roles) - 1)]
 
 
@@ -438,7 +438,7 @@ def describe_table(table, header):
 def log_first_row(table):
     """Print the first row with the role of each cell, so that the user can check the roles."""
     cells, names = next(iter(table))[1], table.cell_roles
-    more = names[-1:] * (len(cells) - len(names))              # further hard negatives have the last name
+    more = names[-1:] * (len(cells) - len(names))              # a list of negatives gives several cells
     log("first", show_cells(names + more, cells))
 
 
@@ -455,8 +455,8 @@ def empty_cell(cells):
 
 def iter_texts(path, max_rows=100_000):
     """Yield one text for each of the first `max_rows` rows: all cells of the row, joined by newlines. --model
-    scratch builds its vocabulary from these texts. Rows are not checked, because they include cells that the
-    script does not read."""
+    scratch builds its vocabulary from these texts. Rows are not checked, because columns that the script does
+    not read may contain anything."""
     for _, row in itertools.islice(Table(path).raw_rows(), max_rows):
         if isinstance(row, (dict, list)):
             cells = row.values() if isinstance(row, dict) else row

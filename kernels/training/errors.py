@@ -38,8 +38,8 @@ def fail(message, every_rank=False):
 
 
 def one_line(text):
-    """Return text with line breaks, terminal controls and other unprintable characters escaped."""
-    kept = "\u200c\u200d\u3000"                                # needed in Persian, emoji and Japanese texts
+    """Return text as one line: line breaks, terminal controls and unprintable characters are escaped."""
+    kept = "\u200c\u200d\u3000"                                # Persian, emoji and Japanese texts need them
     return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
 
 
@@ -105,8 +105,8 @@ def command(main):
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 main(*args, **more)
-        except KeyboardInterrupt:                              # Run handles signals in its training loop
-            log("stopped", "by a signal; what was saved before is complete")
+        except KeyboardInterrupt:                              # in the training loop, Run handles signals
+            log("stopped", "by a signal; files that were saved before are complete")
             code = EXIT_STOPPED
         except Exception as error:
             message = describe(error)

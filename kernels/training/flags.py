@@ -12,14 +12,14 @@ from .errors import fail, log
 
 
 def at_least(least, kind=float, most=None):
-    """Return an argparse type for a number of type `kind` from `least` to `most` (None: any below 2^63)."""
+    """Return an argparse type: numbers of type `kind` from `least` to `most`; most=None: below 2^63."""
     def convert(text):
         value = kind(text)
-        if not least <= value < 2**63 or most is not None and value > most:    # int64 ends below 2^63
+        if not least <= value < 2**63 or most is not None and value > most:    # int64 holds less than 2^63
             expected = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text}: expected a number {expected}")
         return value
-    convert.__name__ = kind.__name__                           # argparse prints "invalid int value"
+    convert.__name__ = kind.__name__                           # argparse prints this: "invalid int value"
     return convert
 
 
@@ -131,7 +131,7 @@ class ScriptParser(argparse.ArgumentParser):
 
     recipes   {name: Recipe}, the presets of --recipe and of the flags in `implied`
     implied   {flag: Recipe}, the presets that are applied if the flag is given without --recipe
-    inputs    {flag: kind of input} for the flags that name an input, in the order in which they were added
+    inputs    {flag: kind of input, such as "model"} for each flag that names a file, a folder or a model
     groups    {section of --help: argparse group}
     """
 
@@ -146,8 +146,8 @@ class ScriptParser(argparse.ArgumentParser):
 
         group   section of --help: one of GROUPS
         reads   kind of input that the flag names: "training data", "held-out data", or another word such as
-                "model". --resume checks that no input has changed. A flag other than --data whose kind is
-                "training data" can be given instead of --data.
+                "model". --resume checks that no input has changed. A flag with
+                reads="training data" can be given instead of --data.
         """
         if "action" not in settings and not settings.keys() & {"choices", "metavar"}:
             kind = getattr(settings.get("type"), "__name__", None)
@@ -167,7 +167,7 @@ class ScriptParser(argparse.ArgumentParser):
                                f"default none. The presets: {presets}".replace("%", "%%"))
 
     def add_shared(self, name, default=None, shown=None, **changes):
-        """Add a flag of SHARED_FLAGS; `changes` replace its settings.
+        """Add a flag of SHARED_FLAGS. `changes` replace some of its settings, such as type.
 
         shown   text that --help prints in place of the default value
         """
@@ -180,7 +180,7 @@ class ScriptParser(argparse.ArgumentParser):
         self.add_argument(name, **settings)
 
     def add_shared_flags(self, *names, **defaults):
-        """Add flags of SHARED_FLAGS. The flags in `names` get no default. `defaults` are {flag: default} or
+        """Add flags of SHARED_FLAGS: `names` without defaults, and `defaults`, which are {flag: default} or
         {flag: (default, text that --help prints in place of the default)}."""
         for name in names:
             self.add_shared(name)
@@ -189,14 +189,14 @@ class ScriptParser(argparse.ArgumentParser):
             self.add_shared(f"--{name.replace('_', '-')}", *default)
 
     def parse_args(self, args=None, namespace=None, data=None):
-        """Parse the flags. --resume adds the flags of the run in --out; a recipe changes the defaults.
+        """Parse the flags. --resume adds the flags of the run in --out. A recipe changes default values.
 
         data   the data argument of main, used instead of --data: a path, or rows in memory (see data.Table)
         """
         given = sys.argv[1:] if args is None else [*map(str, args)]
         parsed = super().parse_args(given, namespace)
         if data is not None and parsed.data is not None:
-            fail(f"--data {parsed.data}: main got its data argument, too; give only one of the two")
+            fail(f"--data {parsed.data}: main was called with data, too; give only one of the two")
         if isinstance(data, (str, os.PathLike)):
             given, data = [*given, f"--data={os.fsdecode(data)}"], None
         args = given

@@ -105,7 +105,7 @@ def all_reduce_gradients(model):
     """Sum each weight's gradient over the ranks. The sum is the gradient of the global loss.
 
     A missing gradient counts as zeros. Gradients are concatenated into a few large buckets, which are summed
-    concurrently: hundreds of calls, one for each small tensor, would take much longer.
+    concurrently. This is much faster than one call for each of hundreds of small tensors.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

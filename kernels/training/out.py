@@ -88,7 +88,7 @@ def atomic_output(run):
 
 
 def save_tokenizer(tokenizer, folder):
-    """Save a tokenizer, without the truncation that text.tokens.tokenise has set."""
+    """Save a tokenizer. First remove the truncation that text.tokens.tokenise has set in the tokenizer."""
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.save_pretrained(folder)
 
@@ -121,7 +121,7 @@ package kernels {VERSION}.
 
 
 def input_values(args):
-    """Return [(flag, its values as strings)] for each given flag that names an input."""
+    """Return [(flag, its values as strings)] of the given flags that name a file, a folder or a model."""
     found = []
     for name in args.inputs:
         values = getattr(args, name)

@@ -1,10 +1,10 @@
-"""float16 in losses with --precision bf16: autocast around a loss, and gathering the rows of all ranks."""
+"""Losses in float16 for --precision bf16: autocast around a loss, and embeddings sent between ranks."""
 import torch
 import torch.nn.functional as F
 
 from kernels import gather_rows
 
-# Losses multiply rows of unit length. For them float16 has enough range, and rounds 8x finer than bfloat16.
+# Losses multiply rows of unit length. They fit the range of float16, which rounds 8x finer than bfloat16.
 LOSS_DTYPE = torch.float16
 
 
@@ -16,8 +16,8 @@ def unit_rows(z, eps=1e-8):
 def loss_autocast(x, args):
     """Return a torch.autocast context for a loss on the device of x. Only --precision bf16 enables it.
 
-    In this context, kernels multiply in LOSS_DTYPE and return float32 gradients. Use it only for losses of
-    unit rows: layers, PyTorch's matrix products and rows of other norms would overflow or lose precision.
+    In this context, kernels multiply in LOSS_DTYPE and return float32 gradients. Use the context only around
+    losses of unit rows: layers, other matrix products and rows of other norms may overflow or lose precision.
     """
     return torch.autocast(x.device.type, LOSS_DTYPE, enabled=args.precision == "bf16")
 

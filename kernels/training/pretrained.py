@@ -12,10 +12,10 @@ from .errors import UserError, fail, is_out_of_memory, log
 
 @contextlib.contextmanager
 def loading(label):
-    """Context manager around code that reads a model. Python code in the model folder is not run. Exceptions
-    that a damaged or unsupported model causes become a UserError. label: name of the model in its message."""
+    """Context manager around code that reads a model. Python code in the model folder is not run. An
+    exception from a damaged or unsupported model becomes a UserError, whose message begins with `label`."""
     before = remote_code.TIME_OUT_REMOTE_CODE
-    remote_code.TIME_OUT_REMOTE_CODE = 0       # never ask the user to run code, not even for inner models
+    remote_code.TIME_OUT_REMOTE_CODE = 0       # do not ask the user whether to run a model's code
     try:
         yield
     except UserError:
@@ -25,7 +25,7 @@ def loading(label):
         if is_out_of_memory(error):
             raise
         if "custom code" in text or "This code is timed out" in text:
-            fail(f"{label}: needs to run its own Python code, which is never done; expected an architecture "
+            fail(f"{label}: needs its own Python code, which is never run here; expected an architecture "
                  "of the transformers library")
         fail(f"{label}: {type(error).__name__}: {text[:300]}")
     finally:
@@ -58,7 +58,7 @@ def read_config(label, name, subfolder="", overrides=(), hint=""):
 
 
 def sanitise_config(config):
-    """Remove settings that name code to run or choose implementations of layers, also from inner configs."""
+    """Remove settings that name code to run or that choose implementations of layers, also in sub-configs."""
     vars(config).pop("auto_map", None)
     for setting in ("_attn_implementation", "_experts_implementation"):
         if getattr(config, setting, None) is not None:

@@ -31,7 +31,7 @@ class Clock:
     """Measures the time of a run. Evaluations are pauses: they do not count as training time.
 
     first_step   the training loop starts after this step
-    pauses       number of pauses so far, which took paused_seconds together
+    pauses       number of pauses so far; their sum is paused_seconds
     """
 
     def __init__(self):
@@ -39,7 +39,7 @@ class Clock:
         self.start(0)
 
     def start(self, step):
-        """Start timing a loop that begins after `step`. Earlier pauses help to predict the later pauses."""
+        """Start timing a loop that begins after `step`. Earlier pauses only help to predict later ones."""
         self.began, self.first_step = time.perf_counter(), step
         self.earlier_seconds = self.paused_seconds
 

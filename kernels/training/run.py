@@ -68,7 +68,7 @@ class Run:
                      "process")
             out.check_out(args)
             ranks.join_group(self.device)
-        if gpu and self.bf16:                                  # TF32 where autocast keeps float32
+        if gpu and self.bf16:                                  # the remaining float32 products use TF32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
         try:                                                   # fail now if --impl cannot run here
@@ -92,7 +92,7 @@ class Run:
         if warmup >= total:
             log("note", f"the warm-up has {warmup:,} steps, but the run has only {total:,}: the learning "
                         "rate never reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
-        torch.manual_seed(args.seed + self.rank)               # dropout differs between ranks, weights do not
+        torch.manual_seed(args.seed + self.rank)               # from now on, random numbers differ by rank
         has_run = any((self.out / name).is_file() for name in ("args.json", "state.pt"))
         rows = self.load_state() if args.resume and has_run else []
         if args.resume and not self.step:
@@ -118,13 +118,13 @@ class Run:
     def start_folder(self):
         """Mark the run in --out as unfinished, and write args.json and a copy of the script.
 
-        args.json contains the settings, the version of the package kernels, and the command line. --resume
-        takes the flags that are not given from this command line.
+        args.json contains the settings, the version of the package kernels, and the command line, from which
+        --resume takes the flags that its own command line does not set.
         """
         with out.writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / out.UNFINISHED).touch()
-            for file in self.script.parent.glob(f"{self.script.stem}*.py"):    # for cil.py, also cil_bags.py
+            for file in self.script.parent.glob(f"{self.script.stem}*.py"):    # cil.py and cil_bags.py
                 (self.out / file.name).write_bytes(file.read_bytes())
         with out.atomic_file(self.out / "args.json") as file:
             more = dict(command=self.args.command, kernels=VERSION)
@@ -137,7 +137,7 @@ class Run:
 
         rows       number of rows to sample from, or a list of row indices. None: yield None as row indices
         min_rows   skip the last batch of an epoch if it has fewer rows than this
-        order      function to use instead of `rows`: step → iterator over the row indices of later batches.
+        order      used instead of `rows`: a function, step → iterator over the row indices of later batches.
                    The order must be equal on all ranks and after --resume
         """
         args = self.args
@@ -161,7 +161,7 @@ class Run:
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
         if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
-            if not self.eval_due:                              # at evaluations, log_metrics checks this
+            if not self.eval_due:                              # at an evaluation, log_metrics has checked
                 self.check_finite()
             self.report()
         if self.eval_due or stop:
@@ -170,7 +170,7 @@ class Run:
         if self.eval_due and self.values:
             self.clock.count_pause(self.logged_at)
         if stop:
-            kept = "saved; --resume continues" if self.args.keep_state != "never" else "--keep-state never"
+            kept = "saved; --resume continues" if self.args.keep_state != "never" else "state not saved"
             log("stopped", f"at step {self.step}, {kept}")
             sys.exit(EXIT_STOPPED)
 
@@ -183,8 +183,8 @@ class Run:
     def log_metrics(self, values, **more):
         """Record the numbers of this step.
 
-        values   {name: number or tensor}, which must contain "loss". A tensor is this rank's share: report
-                 sums the shares of all ranks. A number must be equal on all ranks
+        values   {name: number or tensor}, which must contain "loss". A tensor is this rank's share: the
+                 shares of all ranks are summed. A number must be equal on all ranks
         more     further values, such as lr=...
         """
         self.values = values | more
@@ -199,7 +199,7 @@ class Run:
         """Record the scores of an evaluation, and return whether to save the model now.
 
         scores    {name: number}, written to metrics.jsonl as dev_NAME
-        by        name of a score: save if this score is the highest so far. None: always save
+        by        name of a score: save only if this score is the highest so far. None: always save
         shown     the score as text for the progress line
         """
         saved = self.extra_state["saved"]
@@ -226,7 +226,7 @@ class Run:
         if self.signals:
             sys.exit(EXIT_STOPPED)
         self.signals.append(number)
-        if self.rank == 0:                                     # print is unsafe in a signal handler
+        if self.rank == 0:                                     # a signal handler must not call print
             os.write(1, b"\nstopping after this step is saved; press Ctrl-C again to stop now\n")
 
     def asked_to_stop(self):
@@ -277,7 +277,7 @@ class Run:
             self.tracker.log(numbers, numbers.pop("step"))
 
     def save_state(self):
-        """Write state.pt: everything that the next step depends on, with the random states of all ranks."""
+        """Write state.pt: everything that the next step depends on, also the random states of all ranks."""
         on_gpu = self.device.type == "cuda"
         own = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None]
         rng_states = [own] * self.world_size

@@ -5,14 +5,14 @@ from .errors import fail
 
 
 class TensorBoard:
-    """Tracker that writes to OUT/tensorboard. Rank 0 calls begin(..., Run.extra_state), then log per row."""
+    """Writes metrics to OUT/tensorboard. Rank 0 calls begin once, with Run.extra_state as `progress`."""
 
     def __init__(self):
         from torch.utils.tensorboard import SummaryWriter
         self.writer_type = SummaryWriter
 
     def begin(self, out, flags, progress):
-        # --resume repeats the steps after the checkpoint: delete the rows that they logged before
+        # a resumed run repeats the steps after its checkpoint: delete the old rows of these steps
         self.writer = self.writer_type(out / "tensorboard", purge_step=progress["step"] + 1)
 
     def log(self, numbers, step):
@@ -22,7 +22,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Tracker that sends metrics to Weights & Biases. Its methods are those of TensorBoard."""
+    """Sends metrics to Weights & Biases. Its methods are called like those of TensorBoard."""
 
     def __init__(self):
         import wandb

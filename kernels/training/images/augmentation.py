@@ -1,7 +1,7 @@
 """Augmentation of images: random crop boxes, crop and resize, colour jitter, blur.
 
-Crop boxes are computed with NumPy on the CPU; all other functions run on the device of the images. Where x is
-a batch of images, it is (n, 3, H, W) float32 in [0, 1]. Each image gets its own random numbers.
+Crop boxes are computed with NumPy on the CPU; all other functions run on the device of the images. An
+argument x is a batch of images, (n, 3, H, W) float32 in [0, 1]. Each image gets its own random numbers.
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def mix_bits(state):
 class Crops(NamedTuple):
     """Settings of random resized crops.
 
-    min_area         smallest area of a box, as a share of the image's area; areas are uniform up to 1
+    min_area         smallest area of a box, as a share of the image's area; shares are uniform up to 1
     attempts         number of boxes to sample for a view; the first box that fits into the image is used
     sample_aspect    function: uniform random numbers in [0, 1) → aspect ratios (width / height) of boxes
     aspect_limits    (smallest, largest) aspect ratio of the centre crop that is used if no box fits
@@ -58,7 +58,7 @@ class Crops(NamedTuple):
         w = np.minimum(width, (height * widest).round())
         h = np.minimum(height, (width / narrowest).round())
         left, top = np.floor((width - w) / 2), np.floor((height - h) / 2)
-        missing, attempt = np.arange(len(keys)), 0             # views for which no box has fitted yet
+        missing, attempt = np.arange(len(keys)), 0             # indices of views without a fitting box
         while len(missing) and attempt < self.attempts:
             area, aspect, x, y = random_uniform(seed, epoch, keys[missing], 4 * attempt, 4)
             area, aspect = self.min_area + (1 - self.min_area) * area, self.sample_aspect(aspect)
@@ -94,8 +94,8 @@ def crop_and_resize(x, boxes, size, bicubic):
 
 
 def bicubic_matrix(first, length, width, size, like):
-    """Return matrices (n, size, width) that resize the pixels of a box, in a row of `width` pixels, to `size`
-    pixels. They use Keys' cubic kernel (a = −1/2) without antialiasing; edge pixels of the box are repeated.
+    """Return n matrices (size, width). Each crops a row of `width` pixels to a box, and resizes the box to
+    `size` pixels by Keys' cubic kernel (a = −1/2), without antialiasing; edge pixels of the box are repeated.
 
     first, length    (n,) index of each box's first pixel, and its number of pixels, in the dtype of `like`
     like             a tensor that gives the device and dtype of the result
@@ -114,8 +114,8 @@ def bicubic_matrix(first, length, width, size, like):
 
 
 def bilinear_matrix(first, length, width, size, like):
-    """Return matrices (n, size, width) that resize the pixels of a box, in a row of `width` pixels, to `size`
-    pixels. They use bilinear interpolation with antialiasing, as Pillow does: a new pixel that covers several
+    """Return n matrices (size, width). Each crops a row of `width` pixels to a box, and resizes the box to
+    `size` pixels by bilinear interpolation with antialiasing, as Pillow does: a new pixel that covers several
     old pixels is their weighted mean. The arguments are those of bicubic_matrix."""
     at, scale = torch.arange(width, device=like.device), (length / size)[:, None, None]
     centre = (torch.arange(size, device=like.device)[:, None] + 0.5) * scale - 0.5 + first[:, None, None]
@@ -147,7 +147,7 @@ def flip(x):
 def jitter(x, colour, hue, p):
     """With probability p for each image, change brightness, contrast, saturation and hue, in random order.
 
-    colour    range of the random factors of brightness, contrast and saturation: 1 ± colour, but at least 0
+    colour    random factors of brightness, contrast and saturation are from max(0, 1 − colour) to 1 + colour
     hue       the hue is shifted by a random number from −hue to hue; 1 is a full turn of the colour circle
     """
     n = len(x)
@@ -197,6 +197,6 @@ def blur(x):
     at = torch.arange(-radius, radius + 1, device=x.device)
     kernel = (-at ** 2 / (2 * uniform(0.1, 2, (len(x), 1), x) ** 2)).exp()
     kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(3, 0)[:, None]       # (3n, 1, width)
-    flat = x.reshape(1, -1, *x.shape[2:])                      # (1, 3n, H, W): one group for each channel
+    flat = x.reshape(1, -1, *x.shape[2:])                      # (1, 3n, H, W): one conv2d group per channel
     flat = F.conv2d(flat, kernel[:, :, :, None], padding=(radius, 0), groups=flat.shape[1])
     return F.conv2d(flat, kernel[:, :, None, :], padding=(0, radius), groups=flat.shape[1]).view_as(x)

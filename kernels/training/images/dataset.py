@@ -48,8 +48,8 @@ class ImageDataset:
         return len(self.train)
 
     def renumber_labels(self):
-        """Renumber the labels of both splits to 0, 1, 2, ... without gaps, because labels index the votes of
-        k nearest neighbours (kNN) and classifier weights. A class has the same number in both splits."""
+        """Renumber the labels of both splits to 0, 1, 2, ... without gaps, for use as indices of logits and
+        of the votes of k nearest neighbours (kNN). A class has the same number in both splits."""
         numbers = {}
         splits = [self.train] if self.test is self.train else [self.train, self.test]
         for split in splits:
@@ -76,7 +76,7 @@ class ImageDataset:
         return f"{len(self):,} images from {self.path}, views of {self.size} px, {evaluated}"
 
     def to_device(self, run):
-        """Move the images to the run's device."""
+        """Set the device of the views. Move images in memory to this device if there is room."""
         self.device = run.device
         for split in (self.train, self.test):
             if split:

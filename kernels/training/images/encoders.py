@@ -14,8 +14,8 @@ from ..errors import fail
 from ..out import atomic_output, write_card
 from ..pretrained import loading, read_config, read_json
 
-SMALL_SIZE = 32                                                # a view up to this side in pixels is small
-CENTRE_CROP = 0.875                                # for larger views: side of the crop / image's shorter side
+SMALL_SIZE = 32                                                # largest side in pixels of a small view
+CENTRE_CROP = 0.875              # side of a larger view's centre crop, as a share of the image's shorter side
 
 
 class SmallImageResNet(ResNetModel):
@@ -51,7 +51,7 @@ def load_image_encoder(name, small=False, flag="--model"):
     label = f"{flag} {name}"
     config = read_config(label, name, hint=", or use resnet-18")
     if not hasattr(config, "hidden_sizes") or getattr(config, "num_channels", 3) != 3:
-        fail(f"{label}: {config.model_type} is not an image encoder like ResNet, for images with 3 channels")
+        fail(f"{label}: found {config.model_type}, expected an image encoder like ResNet, for 3 channels")
     kind = SmallImageResNet if getattr(config, "small_stem", False) is True else AutoModel
     with loading(label):
         encoder, info = kind.from_pretrained(

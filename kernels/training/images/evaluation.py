@@ -58,8 +58,8 @@ def average_batch_statistics(model):
 
 
 def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, impl="auto"):
-    """Return the percentage of queries whose label wins the vote of the k nearest rows of the bank. Each of
-    these neighbours votes for its own label with weight exp(cosine similarity / temperature)."""
+    """Return the percentage of queries that their k nearest neighbours label correctly. The neighbours are
+    rows of `bank`; each votes for its own label with weight exp(cosine similarity / temperature)."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
     cosine, at = similarity_topk(queries, bank, min(k, len(bank)), impl=impl)
     votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)
@@ -68,7 +68,7 @@ def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, imp
 
 
 def evaluate(model, images, impl="auto"):
-    """Return {"top1": percent} for a classifier, else {"knn": percent}, with the training images as bank."""
+    """Return {"top1": percent} of a classifier, else {"knn": percent} by the nearest training images."""
     if model.classes:
         return {"top1": accuracy(model, images)}
     bank = images.encode_split(images.train, model)
@@ -95,8 +95,8 @@ def evaluate_model(args, script, crops, linear_probe):
     images = ImageDataset(args, crops)
     log("data", images.describe())
     if not images.test or not (args.data or classes):
-        fail("--evaluate: expected labelled test images, in --data or --dev, and labelled training images in "
-             "--data, or a --model with a classifier")
+        fail("--evaluate: expected labelled test images, in --data or --dev, and in addition either labelled "
+             "training images in --data, or a --model with a classifier")
     run = Run(args, script)
     encoder = load_image_encoder(args.model, images.is_small)
     model = ImageEncoder(encoder, head, run, *encoders.read_mean_std(args.model)).to(run.device)
@@ -123,7 +123,7 @@ def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nestero
     init_std        standard deviation of the layer's initial weights; 0: all weights start at zero
     """
     model.eval()
-    torch.manual_seed(run.args.seed)                           # so that --evaluate repeats this probe
+    torch.manual_seed(run.args.seed)                           # --evaluate trains the same probe
     train_labels, labels = (split.labels.to(run.device) for split in (images.train, images.test))
     layer = nn.Linear(model.feature_dim, len(images.classes), device=run.device)
     nn.init.normal_(layer.weight, std=init_std) if init_std else nn.init.zeros_(layer.weight)

@@ -107,7 +107,7 @@ class StandIn:
         pass
 
     def __setstate__(self, state):
-        if len(state) == 5:                                    # an array's state; a dtype's state has 8 parts
+        if len(state) == 5:                                    # the state of an array; a dtype's has 8 parts
             _, shape, _, is_fortran, data = state
             self.values = np.frombuffer(data, np.uint8).reshape(shape, order="F" if is_fortran else "C")
 
@@ -116,10 +116,10 @@ class BatchUnpickler(pickle.Unpickler):
     """Reads CIFAR's batches without importing code. pickle.Unpickler calls any function that a file names."""
 
     def find_class(self, module, name):
-        """Return the replacement of a name that CIFAR's batches contain. Raise ValueError for other names."""
+        """Return what replaces a class or function that a batch names. Raise ValueError for other names."""
         known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
                  "numpy._core.multiarray._reconstruct": StandIn,
-                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # in Python 3's files
+                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # written by Python 3
         if f"{module}.{name}" not in known:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
         return known[f"{module}.{name}"]

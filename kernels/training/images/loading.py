@@ -1,7 +1,7 @@
 """Sources of images: arrays in memory or on disk, and image files that worker processes decode.
 
-A batch is (epoch, row numbers). A Cutter chooses the boxes of the images that become views. The views depend
-only on the batch and the Cutter, not on the number of workers.
+A batch is (epoch, row numbers). A Cutter chooses boxes in the images; each box, resized, is a view. The views
+depend only on the batch and the Cutter, not on the number of workers.
 """
 import functools
 import importlib.util
@@ -21,9 +21,9 @@ from .augmentation import Crops, centre_crop_boxes, crop_and_resize, to_float
 
 # The formats that Pillow may open. For some other formats, Pillow would start external programs.
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
-MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # at most 8 bits per channel
+MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits or fewer per channel
 REPAIR = "repair or delete it, or start again with --skip-damaged"
-CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # with spawn, each worker imports PyTorch
+CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # without fork, workers would start slowly
 
 
 class Cutter(NamedTuple):
@@ -98,7 +98,7 @@ class ImageFiles(ImageSource):
 
     path      path of the data set, for messages
     folder    folder to which `paths`, the paths of the files, are relative
-    labels    a class name for each file, or None
+    labels    class name of each file, or None
     workers   number of worker processes; 0: decode in this process
     skip      True: decode all files now, and remove damaged files. False: fail when a damaged file is used
     """
@@ -119,8 +119,8 @@ class ImageFiles(ImageSource):
         return os.path.join(self.folder, os.fsdecode(self.paths[self.kept[row]]))
 
     def default_view_size(self, model_size):
-        """Return the side of views in pixels if --image-size is not given: `model_size`, but at most the
-        largest shorter side of the first 100 images."""
+        """Return the side of views in pixels if --image-size is not given: `model_size`, or less if the
+        shorter sides of the first 100 images are all smaller."""
         sizes = [0]
         for path in map(self.path, range(min(100, len(self)))):
             try:
@@ -162,7 +162,7 @@ class ImageFiles(ImageSource):
 
 
 class Tasks(Dataset):
-    """A data set for DataLoader, whose item at index `arguments` is function(*arguments)."""
+    """A data set for DataLoader. An index is a tuple of arguments, and its item is function(*arguments)."""
 
     def __init__(self, function):
         self.function = function
@@ -176,17 +176,17 @@ def parallel_map(function, items, workers):
     items ahead. With workers=0, this process does the work."""
     return iter(DataLoader(Tasks(function), sampler=items, batch_size=None, num_workers=workers,
                            worker_init_fn=ignore_signals, multiprocessing_context="fork" if workers else None,
-                           generator=torch.Generator()))       # leaves PyTorch's default generator unchanged
+                           generator=torch.Generator()))       # PyTorch's default generator stays unused
 
 
 def ignore_signals(_):
-    """Ignore Ctrl-C and a closed terminal in a worker, which the main process needs to finish the step."""
+    """Ignore Ctrl-C and a closed terminal in a worker, because the current step still needs the worker."""
     for kind in SIGNALS:
         signal.signal(kind, signal.SIG_DFL if kind == signal.SIGTERM else signal.SIG_IGN)
 
 
 def open_image(path):
-    """Open an image file with Pillow and check its mode; no pixel is decoded yet."""
+    """Open an image file with Pillow, and check its mode (pixel format). Do not decode its pixels."""
     from PIL import Image
     image = Image.open(path, formats=FORMATS)
     if image.mode not in MODES:
@@ -195,8 +195,8 @@ def open_image(path):
 
 
 def find_damage(path):
-    """Return what is wrong with an image file, or None. A JPEG is decoded at 1/8 of its size, which reads the
-    whole file, too, but takes less time than decoding it at full size."""
+    """Return what is wrong with an image file, or None. A JPEG is decoded at 1/8 of its size. This also reads
+    the whole file, but takes less time than decoding at full size."""
     try:
         with open_image(path) as image:
             image.draft(None, (1, 1))
