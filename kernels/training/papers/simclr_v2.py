@@ -25,7 +25,7 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
 
 
 def subsample(images, share):
-    """Keep a random share of each class's training images, at least one image. The seed is images.seed."""
+    """Keep a random share of each class's training images, but at least one. The seed is images.seed."""
     generator, labels = torch.Generator().manual_seed(images.seed), images.train.labels
     kept = []
     for rows in ((labels == label).nonzero()[:, 0] for label in labels.unique()):
@@ -47,8 +47,8 @@ def load_head_layers(name, count):
 class FinetuneOrDistill:
     """The head and the loss of --finetune or --distill.
 
-    teacher    classifier of --distill, whose soft predictions are the targets; None: the targets are the
-               labels
+    teacher    classifier of --distill, whose soft predictions are the targets; None with --finetune: then
+               the labels are the targets
     classes    names of the classes
     """
 
@@ -77,7 +77,7 @@ class FinetuneOrDistill:
         """Compute the loss of the logits against the teacher's predictions or, without a teacher, the labels.
         Return this rank's part of the loss, and the values to log.
 
-        rows   numbers of the images in the batches of all ranks
+        rows   indices of the images in the batches of all ranks
         """
         views = next(self.images.training_views)
         logits = model(views)
