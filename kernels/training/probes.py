@@ -30,7 +30,7 @@ def require_scikit_learn():
 
 
 def load_labelled(path):
-    """Read ([(text,) or (text, text)], labels (N,)) from a file with N rows. Labels are strings."""
+    """Read (rows, labels (N,)) from a file. A row is (text,) or (text, text), and a label is a string."""
     columns = argparse.Namespace(text_columns=None, label_column=None)         # find_columns sets both
     table, texts, label = find_columns(path, columns)
     rows, labels = [], []

@@ -16,7 +16,7 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
     logits           (N, C) of the student, any float type
     teacher_logits   (N, C) of the teacher, any float type; they get no gradient
     returns          scalar of the student's type
-    source           Chen et al. 2020, SimCLR v2, distillation
+    source           Chen et al. 2020 (SimCLR v2), distillation loss
     """
     check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
     checks.check_temperature(temperature, logits.device)
@@ -61,9 +61,7 @@ class FinetuneOrDistill:
 
     def make_head(self, width):
         """Return the first --from-layer layers of --model's projection head, followed by a zero-initialised
-        linear layer.
-
-        width   number of features of the encoder
+        linear layer. The encoder has `width` features.
         """
         layers = []
         if self.args.from_layer:

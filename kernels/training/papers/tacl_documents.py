@@ -57,8 +57,8 @@ def next_documents(path, offset, count, model):
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
     documents = [document for document in documents if document]
     if len(documents) < 2:
-        fail(f"{path}: {len(documents)} of {count:,} documents from byte {offset:,} on have tokens that the "
-             "tokenizer knows, expected at least 2")
+        fail(f"{path}: the tokenizer finds tokens in {len(documents)} of {count:,} documents from byte "
+             f"{offset:,} on, expected at least 2")
     return documents, ends[-1]
 
 

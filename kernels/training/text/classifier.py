@@ -30,8 +30,9 @@ METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spe
 def classifier_flags(parser):
     """Add the flags that all scripts for classifiers have."""
     add = parser.add_argument
-    add("--text-columns", group="data", nargs="+", help="one or two columns of text; default see above")
-    add("--label-column", group="data", help="column of labels; default see above")
+    add("--text-columns", group="data", nargs="+",
+        help="one or two columns of text; default sentence, sentence1 and sentence2, else all but the label")
+    add("--label-column", group="data", help="column of labels; default label or score, else the last one")
     add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
     add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
         help="dev score to print at the end; f1 is the F1 score of label 1 if labels are 0 and 1, else "
@@ -92,7 +93,7 @@ def find_columns(path, args):
 
     Without --label-column, the column of labels is named label or score, or is the last column. Without
     --text-columns, columns of texts are named sentence, sentence1 or sentence2, or are all other columns. The
-    names are stored in args: the next file that is read, such as --dev, must have the same columns.
+    names are stored in args, so that files read later, such as --dev, must have these columns.
     """
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
     header, table, _ = read_table_with_names(path, asked)
