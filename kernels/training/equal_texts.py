@@ -18,13 +18,13 @@ from .errors import is_first_rank, log
 
 def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
                              anchor_ids=None):
-    """Return SimCSE's loss without the negatives whose text is excluded for the anchor.
+    """Return SimCSE's loss, with some texts excluded from the negatives of each anchor.
 
     z1, z2, hard    unit rows: (N, D) anchors, (M, D) positives, and a list of (M, D) hard negatives
     ids             (M, 1 + n) integers: text ids of the positives and of the n hard negatives
     offset          row of z2 that is the positive of this rank's first anchor
-    anchor_ids      (M,) integers, text ids of the anchors. Excluded for an anchor are its own text and the
-                    positives of all rows with this anchor. None: only the positive of the row is excluded
+    anchor_ids      (M,) integers, text ids of the anchors. The texts excluded for an anchor are its own text
+                    and the positives of all rows with this anchor; with None, only the row's positive
     """
     own = slice(offset, offset + len(z1))
     rules = [(ids[:, 0], ids, torch.zeros_like(ids))]
@@ -34,7 +34,7 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
     def negatives_lse(keys, column):
         """Return log Σ exp(similarity / τ) over the keys of other rows that no rule excludes."""
         found = None
-        for row_ids, column_ids, other in rules:               # a rule sums over the texts that it covers
+        for row_ids, column_ids, other in rules:               # each rule sums over the texts that it covers
             covered = None if len(rules) == 1 else (torch.zeros_like(row_ids[own]), other[:, column])
             part = similarity_lse(z1, keys, temperature, exclude=("diagonal", row_ids[own],
                                   column_ids[:, column]), within=covered, offset=offset, impl=impl)
@@ -65,17 +65,18 @@ def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_i
 
 
 def exclusion_rules(anchor_ids, ids):
-    """Return rules [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))] that together exclude the texts.
+    """Return rules [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))] that exclude texts for anchors.
 
-    Text t is excluded for its owners: the anchor t itself, and the anchors of rows with the positive t.
-    A rule excludes a text for a row if the row id equals the column id, which is the number of a set of
-    owners. In one rule, these sets are therefore disjoint. `other` is 1 for texts that another rule covers.
+    The owners of a text t are the anchors for which t is excluded: t itself, and anchors with the positive t.
+    Each set of owners has a number: the row id of its anchors, and the column id of the texts that they own.
+    A rule has one row id per row, so sets that share an anchor are in different rules. `other` is 1 for texts
+    that another rule covers.
     """
     anchors, keys = anchor_ids.tolist(), ids.tolist()
     owners = {anchor: {anchor} for anchor in anchors}
     for anchor, (positive, *_) in zip(anchors, keys):
         owners.setdefault(positive, set()).add(anchor)
-    number_of, taken = {}, [{}]                # {set of owners: (rule, id)}; {owner: id} for each rule
+    number_of, taken = {}, [{}]                # {set of owners: (rule, number)}; {owner: number} per rule
     sets_of = {text: frozenset(owners.get(text, ())) for row in keys for text in row}
     for found in sets_of.values():
         if found and found not in number_of:

@@ -19,8 +19,8 @@ and positive. The cosine s of anchor and candidate must satisfy
 The remaining candidates are ranked by s, the highest first. --negatives N selects ranks 1 to N. --ranks FIRST
 LAST samples N of the ranks FIRST to LAST: FIRST > 1 skips the top ranks, which have the most false negatives.
 A row with fewer than N candidates is left out and counted. With the default r = 0.05, s is at most 95 % of p
-(TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831). With --precision bf16, s is computed in
-float16 (error below 1e-3).
+(TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831). With --precision bf16, s is computed
+from embeddings in float16 (error below 1e-3).
 """
 import csv
 import itertools
@@ -79,7 +79,7 @@ def make_parser():
 
 
 def check_flags(args):
-    """Set the default of --ranks. Raise UserError for what would otherwise fail only after the search."""
+    """Set the default of --ranks. Raise UserError if --ranks or --out has a bad value."""
     args.ranks = args.ranks or [1, args.negatives]
     first, last = args.ranks
     if last - first + 1 < args.negatives:
@@ -117,8 +117,8 @@ def load_model(args):
 
 
 def assign_text_ids(table):
-    """Return (text ids (R, columns) of all rows, list of the text of each id). Each distinct text of the
-    anchors and positives has an id. All other texts share the next id, which is not in the list."""
+    """Return (text ids (R, columns) of all rows, texts): texts[i] is the text with the id i. Each distinct
+    anchor or positive has its own id. All other texts, which are hard negatives, share the id len(texts)."""
     def key(text):
         return " ".join(text.split())
 
@@ -158,15 +158,15 @@ def mine(rows, q, k, args):
     rows     (R, columns) text ids: anchor, positive, hard negatives
     q, k     (A, D), (M, D) unit embeddings of the distinct anchors and positives, in the order of their ids
     args     has negatives (N), ranks, relative_margin, margin, min_score, max_score, seed, impl
-    memory   O(R·N) besides q and k. Each row of the current block also needs LAST candidates (--ranks), plus
-             as many as the largest number of texts excluded for an anchor
+    memory   O(R·N) in addition to q and k. For each row of a block (BLOCK rows), the search stores LAST
+             candidates (--ranks), and further ones to replace the texts that are excluded for an anchor
     """
     first, last = args.ranks
     generator, found = torch.Generator().manual_seed(args.seed), []
     rows, stride = rows.to(q.device), rows.max().item() + 1
     _, anchors = rows[:, 0].unique(return_inverse=True)
     pool, positives = rows[:, 1].unique(return_inverse=True)
-    # the pairs (anchor, text of a row with this anchor), each pair encoded as one number
+    # pairs (anchor, text of a row with this anchor): this text is not a candidate; one number encodes a pair
     excluded = (anchors[:, None] * stride + rows).unique()
     excluded_counts = (excluded // stride).bincount()          # number of excluded texts per anchor
     blocks = [*zip(anchors.split(BLOCK), positives.split(BLOCK))]
@@ -190,15 +190,15 @@ def mine(rows, q, k, args):
 
 
 def search(q, k, min_found, bound, args):
-    """Find the nearest rows of k for each of R rows of q. Return (their scores, their row numbers in k). If
-    fewer than min_found (R,) of these scores are at most `bound` (R,), search again for this row of q, only
-    among rows of k with scores below the bound."""
+    """Find the n nearest rows of k for each row of q. Return their (scores (R, n), row numbers in k (R, n)).
+    If fewer than min_found (R,) scores of a row of q are at most its `bound` (R,), search again for this row,
+    only among the rows of k with scores below the bound."""
     n = min(len(k), max(TOPK_SLOTS, min_found.max().item()))
     s, columns = similarity_topk(q, k, n, impl=args.impl)
     short = ((s <= bound[:, None]).sum(1) < min_found.clamp(max=len(k))) & (bound >= args.min_score)
     if short.any() and n < len(k):
         q = q[short]
-        bound = bound[short, None].clamp(min=1e-4)             # so that q / bound fits into float16
+        bound = bound[short, None].clamp(min=1e-4)             # keeps q / bound within float16's range
         below = ((q / bound).to(q.dtype), k, 1.0)              # leave out columns with q·k / bound ≥ 1
         s[short], columns[short] = similarity_topk(q, k, n, similar=below, impl=args.impl)
     return s, columns
@@ -237,7 +237,7 @@ def main(argv=None):
     middle = time.monotonic()
     log("embed", f"{len(texts):,} texts in {middle - start:.1f} s")
     negatives, s, p = mine(rows, q, k, args)
-    log("search", f"{len(rows):,} rows among {len(pool):,} positives in {time.monotonic() - middle:.1f} s")
+    log("search", f"{len(rows):,} rows against {len(pool):,} positives in {time.monotonic() - middle:.1f} s")
     full = negatives[:, 0] >= 0
     too_few = f"fewer than {args.negatives} candidates within --ranks, the margins and the score bounds"
     if not full.any():

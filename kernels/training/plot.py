@@ -26,8 +26,8 @@ from kernels.figures import new_figure, save_figure
 
 from .errors import command, fail
 
-# Axis labels of dev scores. If args.json names no metric, plot the first score of this list that the run has
-# logged: it selects the best checkpoint, or is the main score of the paper.
+# Axis labels of dev scores. For a run without --metric, plot the first of these that the run has logged:
+# this score selects the best checkpoint, or is the main score of the paper.
 METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
                  "hits": "held-out hits, %", "accuracy": "dev accuracy, %", "f1": "dev F1 · 100",
                  "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100",
@@ -37,7 +37,7 @@ METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1":
 def read_run(folder):
     """Read (metric, rows) from the folder of a run, or from the FILE.json of a layer study.
 
-    metric   the metric that args.json names, or None
+    metric   the run's --metric, from args.json, or None
     rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss. If there
              is a layer study, the last row has it under the key "study"
     """
@@ -111,7 +111,7 @@ def draw_alignment_uniformity(axis, label, metric, rows, colour):
     axis.plot(x[0], y[0], "o", color=colour, markerfacecolor="white")
     axis.plot(x[-1], y[-1], "o", markersize=8, color=colour)
     for i in sorted({0, len(steps) // 2, len(steps) - 1}):
-        if i or not axis.texts:            # runs often start at one point: only the first run labels it
+        if i or not axis.texts:            # runs often share their first point: label it only once
             text = f"step {steps[i]}" if i == 0 else steps[i]
             axis.annotate(text, (x[i], y[i]), (5, 5), textcoords="offset points", fontsize=8, color=colour)
     axis.set(xlabel="uniformity (lower is better)", ylabel="alignment (lower is better)")
@@ -174,7 +174,7 @@ def draw(runs, path):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail                                        # prints no usage text
+    parser.error = fail                                        # print a message without the usage text
     parser.add_argument("out", nargs="+", metavar="RUN", help="output folders (--out) of the runs to plot")
     parser.add_argument("--save", required=True, metavar="FILE",
                         help="image file to write: .png, .svg or .pdf")

@@ -16,7 +16,7 @@ from .progress import progress
 from .text.classifier import find_columns
 
 FOLDS = 10                                       # number of parts in cross-validation
-MIN_ROWS = 12                                    # rows that two labels each need, so that 9 folds have 10
+MIN_ROWS = 12                                    # rows that each of two labels needs, to have 10 in 9 folds
 STARTS = 5                                       # number of runs of k-means, with different seeds
 C_GRID = [2.0**power for power in range(-2, 4)]  # inverse regularisation strengths C (SentEval)
 
@@ -30,7 +30,7 @@ def require_scikit_learn():
 
 
 def load_labelled(path):
-    """Read ([(text,) or (text, text)], labels (N,)) from a file with N rows. Labels are strings."""
+    """Read (rows, labels (N,)) from a file. A row is (text,) or (text, text), and a label is a string."""
     columns = argparse.Namespace(text_columns=None, label_column=None)         # find_columns sets both
     table, texts, label = find_columns(path, columns)
     rows, labels = [], []
@@ -62,7 +62,7 @@ def load_train_test(path):
         fail(f"{names[1]}: label {min(unknown)!r}, expected a label of {names[0]}: "
              f"{', '.join(sorted(counts))}"[:300])
     if len(test[0][0]) != len(train[0][0]):
-        fail(f"--transfer {path}: one file has one text column and the other two, expected the same number")
+        fail(f"--transfer {path}: one file has one text column, the other has two; expected equal numbers")
     return train, test
 
 
@@ -73,13 +73,13 @@ def load_clusters(path):
         fail(f"--cluster {path}: two text columns, expected one")
     if not 2 <= len(set(labels)) <= len(rows) // 2:
         fail(f"{path}: {len(set(labels))} labels in {len(rows)} rows, expected at least 2 labels, with two "
-             "rows for each on average")
+             "or more rows per label on average")
     return rows, labels
 
 
 def features(model, rows):
-    """Return float64 features of N rows, as in SentEval: for texts their embeddings u (N, H); for pairs with
-    the embeddings u and v, |u − v| and u ⊙ v side by side (N, 2H)."""
+    """Return float64 features of N rows, as in SentEval. Texts have their embeddings as features: (N, H).
+    A pair with the embeddings u and v has |u − v| and u ⊙ v, concatenated: (N, 2H)."""
     z, places = model.embed([text for row in rows for text in row])
     z = F.normalize(z, dim=1) if model.normalise else z
     u, *v = z[places].view(len(rows), -1, z.shape[1]).unbind(1)

@@ -1,1 +1,1 @@
-"""Parts of single papers that do not fit into their scripts. Each file is named after its script."""
+"""Parts of single papers that do not fit into their scripts. File names begin with the script's name."""

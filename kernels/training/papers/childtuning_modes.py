@@ -24,7 +24,7 @@ def read_run(folder):
 
 
 def mean_and_spread(runs, labels):
-    """Return a line: mean ± standard deviation and best value of each score; for a single run, its scores."""
+    """Return a line: mean ± standard deviation and best value of each score; for one run, its scores."""
     if len(runs) == 1:
         return describe_scores(runs[0], labels)
     parts = []
@@ -39,7 +39,7 @@ def mean_and_spread(runs, labels):
 @command
 def main(argv=None):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.error = fail                                        # prints no usage text
+    parser.error = fail                                        # print a message without the usage text
     parser.add_argument("folder", metavar="FOLDER", help="folder that contains the --out folders of the runs")
     folder, modes = Path(parser.parse_args(argv).folder), {}
     for run in sorted(path.parent for path in folder.glob("*/args.json")):

@@ -20,17 +20,17 @@ from ..progress import progress
 from ..text.tokens import count_characters, text_batches
 from .cline_wordnet import WORD, WordNet, load_tagger, tag_words
 
-COLUMNS = "original", "synonym", "antonym", "synonym_words", "antonym_words"   # of triples in a .csv
+COLUMNS = "original", "synonym", "antonym", "synonym_words", "antonym_words"   # in a .csv of triples
 ROLES = {name: [normalise_name(name)] for name in COLUMNS} | {"original": ["original", "text", "sentence"]}
-# Each copy gets a random one of these kinds of replacement. If this kind replaces no word in the text, the
+# Kinds of replacement that make a copy. A random kind is tried first. If it replaces no word in the text, the
 # next kind is tried (released code).
 KINDS = {"synonym": ("hypernym", "synonym", "inflected"), "antonym": ("antonym", "random")}
 CODES = dict(inflected=1, synonym=2, hypernym=3, antonym=4, random=5)          # 0: not replaced
 
 
 def load_wordnet(path, args):
-    """Load the WordNet database that replaces words of the texts in `path`. Raise UserError if --wordnet is
-    missing, or if --save-triples cannot be written."""
+    """Load the database of --wordnet, to replace words of the texts in `path`. Raise UserError if --wordnet
+    is missing, or if --save-triples does not name a new .csv file."""
     if not args.wordnet:
         fail(f"{path}: one column of texts, expected --wordnet with the folder of a WordNet database, for "
              "example /usr/share/wordnet of Debian's package wordnet-base")
@@ -70,8 +70,8 @@ def make_triples(texts, wordnet, args):
 def replace_words(text, words, kinds, rate, wordnet, rng):
     """Replace at most rate · len(words) words of a text, all by replacements of one kind.
 
-    words     [(start, end, part of speech)] of tag_words; words whose part of speech is None are not replaced
-    kinds     kinds of replacements, tried in order, starting at a random kind, until a kind replaces a word
+    words     [(start, end, part of speech)] from tag_words; words with part of speech None are kept
+    kinds     kinds of replacement: a random kind and then those after it are tried, until one replaces a word
     rng       a random.Random
     returns   (new text, labels of all words that could have been replaced)
     """
@@ -99,15 +99,15 @@ def replace_words(text, words, kinds, rate, wordnet, rng):
 
 
 def save_triples(triples, run):
-    """Write the triples to --save-triples, if this file does not exist. A resumed run never writes the file,
-    because args.json of a downloaded folder could name any path."""
+    """Write the triples to --save-triples, if this file does not exist. A resumed run never writes: its flags
+    are read from args.json, and the args.json of a downloaded folder could name any path."""
     path = run.args.save_triples
     if path and run.rank == 0 and not run.args.resume and not Path(path).exists():
         write_triples(triples, path)
 
 
 def write_triples(triples, path):
-    """Write triples to a .csv file, from whose rows read_triple makes triples again."""
+    """Write triples to a .csv file, whose rows read_triple can read."""
     with atomic_file(Path(path)) as file:
         rows = ((*row[:3], *map(format_labels, row[3:])) for row in triples)
         csv.writer(file).writerows([COLUMNS, *rows])
@@ -132,13 +132,13 @@ def read_triple(cells, place):
     for text, cell, words in zip(cells[1:], cells[3:], labels):
         ends = [position for word in words for position in word[:2]]
         if cell != format_labels(words) or ends != sorted(ends) or max(ends, default=0) > len(text):
-            fail(f"{place}: {cell[:40]!r}, expected start:end:code (0 kept, 1 to 5 replaced) of words of the "
-                 "text, in order")
+            fail(f"{place}: {cell[:40]!r}, expected start:end:code of words in order; code 0 is a kept word, "
+                 "1 to 5 a replaced word")
     return *cells[:3], *labels
 
 
 def align_words(original, text):
-    """Align a text with the original. Return labels of all words: 0 if aligned with an equal word, else 1."""
+    """Return labels of a copy's words: code 0 for words aligned with an equal original word, else code 1."""
     words = list(WORD.finditer(text))
     matcher = difflib.SequenceMatcher(None, WORD.findall(original), WORD.findall(text), autojunk=False)
     return [(*words[i].span(), int(kind != "equal"))
@@ -148,8 +148,8 @@ def align_words(original, text):
 def tokenise_triples(triples, model, args):
     """Tokenise triples. Leave out each triple in which a copy has the same tokens as the original.
 
-    returns   (rows, number of texts that were truncated to --max-length). A row has the ids of the three
-              texts, token_labels of the two copies, and the index of the triple in `triples`
+    returns   (rows, number of texts that were truncated to --max-length). A row has the token ids of
+              the three texts, token_labels of the two copies, and the index of the triple in `triples`
     """
     rows, truncated, first = [], 0, 0
     settings = dict(truncation=True, max_length=args.max_length)
@@ -170,7 +170,7 @@ def token_labels(text, words, encoding, replaced_class, form):
     """Return the classes (L,) int8 of a copy's tokens for replaced token detection (RTD). A token has the
     class of the word in which the token starts.
 
-    words            labels of the copy; words that were not replaced have class 0
+    words            labels of the copy's words; words with code 0 (not replaced) have class 0
     replaced_class   class of replaced words
     form             "paper": tokens outside labelled words have class 0; "code": these tokens have class
                      −100, which the loss ignores. Special tokens always have class −100

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..errors import fail
 
-# Function words that WordNet also lists as nouns, verbs, adjectives or adverbs ("he" is helium). Unless spaCy
-# finds the parts of speech, these words are not replaced.
+# Function words that WordNet also lists as nouns, verbs, adjectives or adverbs ("he" for helium). With
+# --tagger lexicon, which looks up parts of speech in WordNet, these words are not replaced.
 FUNCTION_WORDS = frozenset("""a about above across after all along am an another any are around as at be been
 before behind being below beneath beside besides between beyond both but by can despite did do does doing done
 down each eight either eleven every except few five four had has have having he here hundred i in inside is it
@@ -15,7 +15,7 @@ its least less like many may me might million mine more most much must near neit
 one or other out outside over past same seven several six so some such ten then there though thousand three
 through throughout till twelve two under up us was were whatever while who why will within yet zero
 """.split())
-POS_NAMES = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")              # names in spaCy: in WordNet
+POS_NAMES = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")              # name in spaCy: in WordNet
 WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*|[^\w\s]|_")
 EXPECTED_FOLDER = "expected the folder of a WordNet database"
 COPY_AGAIN = "the database is damaged; copy it again"
@@ -24,7 +24,7 @@ COPY_AGAIN = "the database is damaged; copy it again"
 class WordNet:
     """A WordNet database in Princeton's format.
 
-    folder      has data.noun, data.verb, data.adj, data.adv, and perhaps noun.exc etc. with irregular forms
+    folder      holds data.noun, data.verb, data.adj, data.adv and, optionally, irregular forms (noun.exc ...)
     synsets     sets of synonyms: {(part of speech, offset in its data file): (words, {"@": pointers to
                 hypernyms, "!": pointers to antonyms})}
     senses      {part of speech: {lemma (base form): keys in `synsets`}}
@@ -32,12 +32,13 @@ class WordNet:
     forms_of    {part of speech: {lemma: its irregular forms}}
     words       sorted list of lower-case words, used as random replacements
     """
-    POS_BY_LETTER = dict(n="noun", v="verb", a="adj", s="adj", r="adv")        # by letter in pointers
-    # "ses-s": a form that ends in "ses" may have a lemma that ends in "s" (as in WordNet's morphy)
+    POS_BY_LETTER = dict(n="noun", v="verb", a="adj", s="adj", r="adv")        # letter in a pointer
+    # "ses-s": if a word ends in "ses", its lemma may end in "s" instead (as in WordNet's morphy)
     ENDINGS = dict(noun="s- ses-s ves-f xes-x zes-z ches-ch shes-sh men-man ies-y",
                    verb="s- ies-y es-e es- ed-e ed- ing-e ing-", adj="er- est- er-e est-e", adv="")
-    # {part of speech: (pattern of lemmas with regular forms, {ending: pattern})}. "news" and "beautiful" have
-    # no regular forms. A regular form is left out if an irregular form matches the pattern of its ending.
+    # {part of speech: (pattern of lemmas, {ending: pattern of irregular forms})}. A lemma has regular forms
+    # if it matches the first pattern ("news" and "beautiful" do not) or has irregular forms. If one of these
+    # matches an ending's pattern, the ending is not used: "went" matches "[^s]$", so "goed" is left out.
     REGULAR_FORMS = dict(noun=("([^s]|[isu]s)$", {"s": ""}),
                    verb=("", {"es": "s$", "ing": "ing$", "ed": "[^s]$"}),
                    adj=("^[^aeiouy]*[aeiouy]+[^aeiouy]+e?$", {"er": "(?<!st)$", "est": "st$"}), adv=("", {}))
@@ -57,7 +58,7 @@ class WordNet:
         self.words = sorted({word for word in words if word.isalpha() and word.islower()})
 
     def check_pointers(self):
-        """Raise UserError if a pointer has no target, as when a file was truncated after a complete line."""
+        """Raise UserError if a pointer's target is missing: a file may be truncated after a complete line."""
         for (pos, offset), (_, targets) in self.synsets.items():
             for key, number in targets["@"] + targets["!"]:
                 if key not in self.synsets or not 0 <= number <= len(self.synsets[key][0]):
@@ -65,7 +66,7 @@ class WordNet:
                          f"{key[1]:08} in data.{key[0]}, which does not exist; {COPY_AGAIN}")
 
     def read_file(self, name, add, pos):
-        """Call add(line, byte offset of the line, pos) for each line. A file *.exc may be missing."""
+        """Call add(line, its byte offset, pos) for each line of a file. *.exc files may be missing."""
         path, offset = self.folder / name, 0
         if not os.path.lexists(path):
             if not name.startswith("data."):
@@ -95,7 +96,7 @@ class WordNet:
         pointers = fields[size + 1 : size + 1 + 4 * int(fields[size])]
         if int(fields[0]) != offset or len(pointers) != 4 * int(fields[size]) or not line.endswith("\n"):
             raise ValueError
-        # pointers to hypernyms and antonyms: (key of a synset, number of a word in this synset; 0: all words)
+        # hypernyms (@) and antonyms (!): (key of the synset, number of the word in it; 0: the whole synset)
         targets = {"@": [], "!": []}
         for symbol, other, letter, numbers in zip(*[iter(pointers)] * 4):
             if symbol in targets:
@@ -105,7 +106,7 @@ class WordNet:
             self.senses[pos].setdefault(word.lower(), []).append((pos, offset))
 
     def add_irregular(self, line, _, pos):
-        """Add the irregular form in a line such as "went go", which has a form and its lemmas."""
+        """Add the irregular form of a line such as "went go": first the form, then its lemmas."""
         form, *lemmas = (word.replace("_", " ") for word in line.split())
         self.lemma_of[pos][form] = lemmas
         for lemma in lemmas:
@@ -113,7 +114,7 @@ class WordNet:
 
     @functools.cache
     def lemmas(self, word, pos):
-        """Return the lemmas of which a word may be a form: "dog" for "dogs"."""
+        """Return the possible lemmas (base forms) of a word: ["dog"] for "dogs"."""
         forms = self.lemma_of[pos].get(word)
         if forms is None:
             endings = (pair.split("-") for pair in self.ENDINGS[pos].split())
@@ -122,7 +123,7 @@ class WordNet:
 
     @functools.cache
     def part_of_speech(self, word):
-        """Return the part of speech with the most senses of a word; None for function and unknown words."""
+        """Return the part of speech with the most senses of a word; None for function or unknown words."""
         if word in FUNCTION_WORDS or word.upper() == word:
             return None
         senses = {pos: sum(len(self.senses[pos][lemma]) for lemma in self.lemmas(word, pos))
@@ -130,7 +131,7 @@ class WordNet:
         return max(senses, key=senses.get) if any(senses.values()) else None
 
     def inflections(self, lemma, pos):
-        """Return a lemma, its irregular forms in WordNet, and its regular forms with all other endings."""
+        """Return a set: a lemma, its irregular forms in WordNet, and its regular forms (REGULAR_FORMS)."""
         irregular = self.forms_of[pos].get(lemma, [])
         has_regular_forms, endings = self.REGULAR_FORMS[pos]
         if not irregular and not re.search(has_regular_forms, lemma):
@@ -156,7 +157,7 @@ class WordNet:
         if kind == "hypernym":
             synsets = [self.synsets[key] for _, targets in synsets for key, _ in targets["@"]]
         found = {other for words, _ in synsets for other in words}
-        if kind == "antonym":                                  # antonyms of all words of the synsets
+        if kind == "antonym":                                  # antonyms of any word in the synsets
             pointers = (pointer for _, targets in synsets for pointer in targets["!"])
             found = {self.synsets[key][0][number - 1] for key, number in pointers if number}
         return sorted(other for other in found if other.lower() not in (word, *lemmas))
@@ -167,7 +168,7 @@ def inflect(word, ending):
     "er"."""
     if ending == "ing":
         return re.sub("([^eoy])e$", r"\1", word) + ending
-    if ending in ("s", "es"):                                  # s for nouns (photos), es for verbs (echoes)
+    if ending in ("s", "es"):                                  # s: plural noun (photos); es: verb (echoes)
         word = re.sub("([^aeiou])y$", r"\1ie", word)
         takes_es = "(s|x|z|ch|sh)$" if ending == "s" else "(s|x|z|ch|sh|[^aeiou]o)$"
         return word + ("es" if re.search(takes_es, word) else "s")
@@ -175,8 +176,8 @@ def inflect(word, ending):
 
 
 def load_tagger(args):
-    """Load spaCy's tagger, or return None if WordNet is to find the parts of speech. Set args.tagger to the
-    tagger's name."""
+    """Load spaCy's tagger, or return None if --tagger is lexicon or spaCy is not installed. Set args.tagger
+    to the tagger's name."""
     if args.tagger == "lexicon":
         return None
     try:
@@ -204,6 +205,6 @@ def tag_words(texts, tagger, wordnet):
         tagged = []
         for word in WORD.finditer(text):
             lower = word.group().lower()
-            is_name = tagged and word.group() != lower         # upper case: probably a name
+            is_name = tagged and word.group() != lower         # a capital after word 1: probably a name
             tagged.append((*word.span(), None if is_name else wordnet.part_of_speech(lower)))
         yield tagged

@@ -12,7 +12,7 @@ import torch
 from ..errors import fail
 from ..progress import progress
 
-MAX_IDLE_STEPS = 160           # later moves are lost in float32's rounding: momentum shrinks to 0.9¹⁶⁰ = 5e-8
+MAX_IDLE_STEPS = 160           # after 160 steps, 0.9¹⁶⁰ = 5e-8 of the momentum is left: float32 rounds it off
 
 
 class LazyEmbedding(torch.nn.Module):
@@ -31,7 +31,7 @@ class LazyEmbedding(torch.nn.Module):
         self.register_buffer("vectors", vectors)
         self.register_buffer("m", torch.zeros_like(vectors))   # AdamW's mean of gradients
         self.register_buffer("v", torch.zeros_like(vectors))   # AdamW's mean of squared gradients
-        last = torch.zeros(len(vectors), dtype=torch.int64) # step of a row's last gradient; 0: none so far
+        last = torch.zeros(len(vectors), dtype=torch.int64) # step of a row's last gradient; 0: no gradient
         self.register_buffer("last", last)
         # forward copies the batch's rows into this parameter, so that backward, all_reduce_gradients and
         # clip_grad_norm_ see no other rows.
@@ -51,7 +51,7 @@ class LazyEmbedding(torch.nn.Module):
         """Return (vectors, m, v) of the rows after all steps so far, without changing the buffers."""
         vectors, m, v, last = (x[rows] for x in (self.vectors, self.m, self.v, self.last))
         idle, root = torch.where(last > 0, self.done - last, -1), v.sqrt()
-        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # k = 0: step with gradient
+        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # k steps after the gradient
             at = (last + k - 1).clamp(0, self.done - 1)
             rate = torch.where(k <= idle, self.rates[at] * 0.9 ** k, 0)
             vectors -= rate[:, None] * m / (root * (self.scales[at] * 0.999 ** (k / 2))[:, None] + 1e-8)
@@ -59,7 +59,7 @@ class LazyEmbedding(torch.nn.Module):
         return vectors, m * 0.9 ** idle, v * 0.999 ** idle
 
     def forward(self, ids):
-        """Return the vectors (..., D) of the rows with the numbers ids (...)."""
+        """Return the vectors of the rows `ids`: shape (n, m, D) for ids of shape (n, m), for example."""
         rows, places = ids.unique(return_inverse=True)
         self.batch = rows, *self.catch_up(rows)
         with torch.no_grad():
@@ -68,7 +68,7 @@ class LazyEmbedding(torch.nn.Module):
 
     @torch.no_grad()
     def step(self):
-        """Update m and v of the last batch's rows from their gradient; catch_up later moves the vectors."""
+        """Update m and v of the last batch's rows from their gradient. catch_up moves the vectors later."""
         rows, vectors, m, v = self.batch
         gradient = self.used.grad[: len(rows)]
         self.done += 1
@@ -84,7 +84,7 @@ def load_entity_vectors(path, titles):
 
     path      a text file, which may be compressed (.gz or .bz2)
     titles    titles of the entities; entities that are not in the file get random vectors (released code)
-    returns   ((entities, D) float32, number of the entities that are in the file)
+    returns   (vectors (entities, D) float32, number of entities that are in the file)
     """
     rows = {title: i for i, title in enumerate(titles)}
     vectors, found, line = None, set(), 0
@@ -99,7 +99,7 @@ def load_entity_vectors(path, titles):
                 if vectors is None:
                     vectors = torch.empty(len(titles), width).uniform_(-0.05, 0.05)
                 if width != vectors.shape[1]:
-                    fail(f"{path} line {line}: {width} numbers, expected {vectors.shape[1]} as before")
+                    fail(f"{path} line {line}: {width} numbers, earlier lines have {vectors.shape[1]}")
                 title = name.removeprefix(b"ENTITY/").decode().replace("_", " ")
                 if name.startswith(b"ENTITY/") and title in rows:
                     vectors[rows[title]] = torch.from_numpy(np.array(numbers.split(b" "), np.float32))
@@ -109,8 +109,8 @@ def load_entity_vectors(path, titles):
     except ValueError as error:                                # not a number, or not UTF-8
         fail(f"{path} line {line}: {error}")
     if not found:
-        fail(f"{path}: none of the {len(titles):,} entities; expected lines like ENTITY/Title 0.1 0.2, as "
-             "Wikipedia2Vec's save_text writes them")
+        fail(f"{path}: no vector of the {len(titles):,} entities; expected lines like ENTITY/Title 0.1 0.2, "
+             "as Wikipedia2Vec's save_text writes them")
     if not vectors.isfinite().all():
         fail(f"{path}: not all numbers are finite")
     return vectors, len(found)
@@ -124,7 +124,7 @@ def make_records(path, rows, args):
     """
     numbers = {}                                               # title → index
     on_page = {}                                               # page → its entities
-    of_type = {}                                               # type → {entity: None}, which keeps the order
+    of_type = {}                                               # type → its entities, in order, as a dict
 
     def number(title):
         return numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
@@ -142,11 +142,11 @@ def make_records(path, rows, args):
     records = []
     for i, row in enumerate(rows):
         entity = number(row["entity"])
-        candidates, members, excluded, what = (), (), (), ""   # members: the candidates, for fast lookup
+        candidates, members, excluded, what = (), (), (), ""   # members: to look up candidates
         if "negatives" in row:
             candidates = members = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
             excluded, what = (entity,), "hard negatives"
-        elif "type" in row:                                    # one of the row's types, at random
+        elif "type" in row:                                    # a random one of the row's types
             kind = rng.choice(parts(row["type"]))
             candidates, members = tuples[kind], of_type[kind]
             excluded = on_page[row.get("page") or row["text"]]

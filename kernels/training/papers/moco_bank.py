@@ -9,12 +9,11 @@ from ..precision import loss_autocast
 
 
 def compute_bank_loss(model, views, rows, args):
-    """Return this rank's part of the loss, and the values to log. Update the memory bank, model.queue.
-
-    With --memory-bank, this function replaces compute_loss of moco.py.
+    """Return this rank's part of the loss, and the values to log. Update the memory bank, model.queue. With
+    --memory-bank, this function replaces compute_loss of moco.py.
 
     views   (n, 3, S, S) views of this rank's images
-    rows    numbers of the images in the batches of all ranks
+    rows    indices of the images in the batches of all ranks
     """
     bank, rows = model.queue, torch.tensor(rows, device=views.device)
     # The negatives are sampled uniformly, and may include an image's own slot (released code).
@@ -22,7 +21,7 @@ def compute_bank_loss(model, views, rows, args):
     if dist.is_initialized():
         dist.broadcast(sampled, 0)
     q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
-    with loss_autocast(q, args):       # not moco_loss, which would wait for the GPU to check norms
+    with loss_autocast(q, args):       # moco_loss would check norms, and wait for the GPU to do so
         mean = queue_loss(q, bank[own], bank[sampled], args.temperature, impl=args.impl)
     update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.momentum)
     loss = mean * (len(q) / len(rows))
@@ -31,10 +30,10 @@ def compute_bank_loss(model, views, rows, args):
 
 @torch.no_grad()
 def update_bank(bank, rows, q, momentum):
-    """Set the slots of some images, in place, to momentum · slot + (1 − momentum) · query, normalised.
+    """Update the slots of n images in place: slot ← momentum · slot + (1 − momentum) · query, normalised.
 
-    bank       (M, D) unit vectors, one per image
-    rows       (n,) integers, the numbers of the images, each at most once
+    bank       (M, D) unit vectors: one slot per image
+    rows       (n,) integers: slots of these images, each at most once
     q          (n, D) unit queries of these images
     momentum   weight of the old slot, from 0 to 1
     source     Wu et al. 2018, released code

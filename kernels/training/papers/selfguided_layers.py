@@ -1,4 +1,4 @@
-"""For selfguided.py: pool the states of every layer, and score each layer on scored pairs (--layer-study)."""
+"""For selfguided.py: pool the states of every layer, and score each layer on --dev (--layer-study)."""
 import json
 import os
 from pathlib import Path
@@ -35,7 +35,7 @@ def pool_tokens(hidden, mask, pooling):
 
 @torch.no_grad()
 def pool_layers(model, encoder, batch, layers, poolings):
-    """Pool the hidden states of an encoder. Return (rows, layers, poolings, H) float32, in row order.
+    """Pool the hidden states of an encoder. Return (rows, layers, poolings, H) float32, sorted by row index.
 
     model     the SentenceEncoder that made the batch
     encoder   a transformer with the tokenizer of `model`
@@ -52,8 +52,8 @@ def pool_layers(model, encoder, batch, layers, poolings):
 
 
 def score_layers(model, encoder, pairs, poolings):
-    """Score each layer and pooling on scored pairs, by cosine, without dropout or truncation to --max-length.
-    Return [[100 · Spearman's ρ of each pooling] of each layer]; layer 0 is the embedding layer."""
+    """Return [[score of each pooling] of each layer]; layer 0 is the embedding layer. The score is 100 times
+    Spearman's ρ of the pairs' cosines and scores. Dropout and truncation to --max-length are off."""
     texts = [pair[side] for side in (0, 1) for pair in pairs]
     distinct = sorted(set(texts), key=lambda text: (len(text), text))
     prompted = [model.default_prompt + x for x in distinct]
@@ -78,7 +78,7 @@ def score_layers(model, encoder, pairs, poolings):
 
 
 def log_tables(encoders, model, pairs, path):
-    """Print a table of scores for each of `encoders`, {name: encoder}. Write the tables to `path`, if any.
+    """Print a table of scores for each of `encoders`, {name: encoder}. Write the tables to `path`, if given.
     All encoders use the tokenizer, prompt and maximum length of the SentenceEncoder `model`."""
     poolings = ["last" if model.pooling == "last" else "cls", "mean", "max"]
     tables = {name: score_layers(model, encoder, pairs, poolings) for name, encoder in encoders.items()}
@@ -102,7 +102,7 @@ def evaluate_layers(args, script):
 
 
 def compare_layers(model, fixed, pairs, run):
-    """With --layer-study, print tables of scores of the fixed copy and of the trained encoder."""
+    """With --layer-study, print the scores of the layers of the untrained (fixed) and trained encoder."""
     if run.args.layer_study is not None:
         encoders = {"untrained": fixed, "trained": model.encoder}
         log_tables(encoders, model, pairs, run.args.layer_study or run.out / "study.json")
@@ -113,7 +113,7 @@ def check_layer_study(args):
     if args.layer_study is None:
         return
     if not args.dev or args.evaluate and args.test + args.transfer + args.cluster:
-        fail("--layer-study: expected --dev, on which layers are scored, and with --evaluate none of --test, "
+        fail("--layer-study: expected --dev, to score the layers on it; with --evaluate, leave out --test, "
              "--transfer and --cluster")
     folder = Path(args.layer_study).absolute().parent
     if args.layer_study and (Path(args.layer_study).suffix != ".json" or not os.access(folder, os.W_OK)):

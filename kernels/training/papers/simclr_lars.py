@@ -1,4 +1,4 @@
-"""LARS, the optimizer of SimCLR (You et al. 2017, arXiv 1708.03888), and its alternatives."""
+"""The optimizers of simclr.py: LARS (You et al. 2017, arXiv 1708.03888), SGD and Adam."""
 import functools
 
 import torch
@@ -15,7 +15,7 @@ def make_optimizer(model, lr, args):
     kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
                  adam=torch.optim.Adam)
     weights = [p for p in model.parameters() if p.requires_grad]
-    special, options = set(), {}                               # weights that get other options
+    special, options = set(), {}                               # special: weights with other `options`
     if args.optimizer in ("nesterov", "adam"):
         norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
         special = {p for part in norms for p in part.parameters()}
@@ -31,10 +31,10 @@ def make_optimizer(model, lr, args):
 
 class LARS(torch.optim.Optimizer):
     """SGD with momentum and layer-wise learning rates: the step of a weight matrix w is scaled by
-    trust · |w| / |gradient|. Norms and biases get unscaled steps, without weight decay (paper).
+    trust · |w| / |gradient|. Batch norms and biases get unscaled steps, without weight decay (paper).
 
-    trust    the trust coefficient; None: unscaled steps, which a classifier gets (released code). The weights
-             of a classifier start at 0, so that steps in proportion to their norm would stay small
+    trust    the trust coefficient; None: steps are not scaled. A classifier's weights have None (released
+             code): they start at 0, so steps in proportion to their norm would stay small
     """
 
     def __init__(self, parameters, lr, weight_decay, momentum=0.9, trust=0.001):
@@ -53,5 +53,5 @@ class LARS(torch.optim.Optimizer):
                     is_scaled = (w_norm > 0) & (step_norm > 0)
                     step = step * torch.where(is_scaled, group["trust"] * w_norm / step_norm, 1.0)
                 v = self.state[w].setdefault("momentum", torch.zeros_like(w))
-                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # torch's SGD leaves lr out of v
+                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # in torch's SGD, v has no factor lr
                 w.sub_(v)

@@ -16,7 +16,7 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
     logits           (N, C) of the student, any float type
     teacher_logits   (N, C) of the teacher, any float type; they get no gradient
     returns          scalar of the student's type
-    source           Chen et al. 2020, SimCLR v2, distillation
+    source           Chen et al. 2020 (SimCLR v2), distillation loss
     """
     check_rows(logits=(logits, "N C"), teacher_logits=(teacher_logits, "N C"))
     checks.check_temperature(temperature, logits.device)
@@ -25,7 +25,7 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
 
 
 def subsample(images, share):
-    """Keep a random share of each class's training images, at least one image. The seed is images.seed."""
+    """Keep a random share of each class's training images, but at least one. The seed is images.seed."""
     generator, labels = torch.Generator().manual_seed(images.seed), images.train.labels
     kept = []
     for rows in ((labels == label).nonzero()[:, 0] for label in labels.unique()):
@@ -47,8 +47,8 @@ def load_head_layers(name, count):
 class FinetuneOrDistill:
     """The head and the loss of --finetune or --distill.
 
-    teacher    classifier of --distill, whose soft predictions are the targets; None: the targets are the
-               labels
+    teacher    classifier of --distill, whose soft predictions are the targets; None with --finetune: then
+               the labels are the targets
     classes    names of the classes
     """
 
@@ -61,9 +61,7 @@ class FinetuneOrDistill:
 
     def make_head(self, width):
         """Return the first --from-layer layers of --model's projection head, followed by a zero-initialised
-        linear layer.
-
-        width   number of features of the encoder
+        linear layer. The encoder has `width` features.
         """
         layers = []
         if self.args.from_layer:
@@ -77,7 +75,7 @@ class FinetuneOrDistill:
         """Compute the loss of the logits against the teacher's predictions or, without a teacher, the labels.
         Return this rank's part of the loss, and the values to log.
 
-        rows   numbers of the images in the batches of all ranks
+        rows   indices of the images in the batches of all ranks
         """
         views = next(self.images.training_views)
         logits = model(views)

@@ -12,15 +12,15 @@ from ..text.tokens import tokenise
 
 
 def read_documents(path, offset=0):
-    """Yield ([sentence, ...], offset of the byte after them) of each document, starting at byte `offset`."""
-    if Path(path).suffix.lower() == ".gz":     # --resume would have to unpack all bytes before its position
+    """Yield each document from byte `offset` on: ([sentence, ...], offset of the byte after the document)."""
+    if Path(path).suffix.lower() == ".gz":     # --resume would have to unpack all that comes before `offset`
         fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
     sentences = []
     with open(path, "rb") as file:
         file.seek(offset)
         for line in file:
             offset += len(line)
-            try:                               # concatenated files may have a byte order mark in the middle
+            try:                               # joined files may have a byte order mark in the middle
                 sentence = line.decode().removeprefix("\ufeff").strip()
             except UnicodeDecodeError:
                 fail(f"{path}: not UTF-8 before byte {offset:,}; convert it, for example with iconv")
@@ -48,17 +48,17 @@ def cycle_documents(path, offset):
 def next_documents(path, offset, count, model):
     """Tokenise the next `count` documents of two or more sentences. At the file's end, continue at its start.
 
-    offset     offset of the byte to start from
+    offset     byte of the file from which to read
     returns    [[token ids of a sentence, ...] per document] without special tokens, offset of the next byte
     """
     found, ends = zip(*itertools.islice(cycle_documents(path, offset), count))
     rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
-    ids = (row[1:-1] for row in rows)          # drops [CLS] and [SEP], leaves up to 512 ids (released code)
+    ids = (row[1:-1] for row in rows)          # without [CLS] and [SEP]: at most 512 ids (released code)
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
     documents = [document for document in documents if document]
     if len(documents) < 2:
-        fail(f"{path}: {len(documents)} of {count:,} documents from byte {offset:,} on have tokens that the "
-             "tokenizer knows, expected at least 2")
+        fail(f"{path}: the tokenizer finds tokens in {len(documents)} of {count:,} documents from byte "
+             f"{offset:,} on, expected at least 2")
     return documents, ends[-1]
 
 
@@ -67,10 +67,10 @@ def sentence_pairs(documents, model, args, rng):
 
     Consecutive sentences of a document are collected up to a target length: the maximum or, in a tenth of
     the documents, a random length. A gets a random number of the first sentences, B the remaining sentences.
-    With probability 0.5, or if no sentences remain, B instead comes from another document, and the next pair
+    With probability 0.5, or if no sentences remain, B instead comes from another document. Then the next pair
     starts after A.
 
-    returns   [(ids (L,), bool (L,) that is True for B, whether B is from another document)], shuffled
+    returns   shuffled list of (ids (L,), bool (L,): True for tokens of B, whether B is from another document)
     """
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
     pairs, max_tokens = [], args.max_length - 3
@@ -102,7 +102,7 @@ def sentence_pairs(documents, model, args, rng):
 def truncate_pair(a, b, max_tokens, rng):
     """Truncate a pair to `max_tokens` tokens. Tokens are removed one by one from a random end of the longer
     text, or of b if both are equally long."""
-    while len(a) + len(b) > max_tokens:        # slices are views: nothing is copied
+    while len(a) + len(b) > max_tokens:        # slices of arrays are views: nothing is copied
         front = rng.random() < 0.5
         if len(a) > len(b):
             a = a[front : len(a) - 1 + front]
@@ -143,11 +143,11 @@ def stream_pairs(count, position, model, args):
     """Yield (pair, position after the pair) endlessly, starting at `position`.
 
     Documents are read in file order, over and over, in buffers of --shuffle-buffer documents. The pairs of
-    a buffer are shuffled. A buffer depends only on the seed, the buffer's number and its first byte. While
-    one buffer is used, a thread prepares the next.
+    a buffer are shuffled. The pairs of a buffer depend only on the seed and on the number and first byte of
+    the buffer. While one buffer is used, a thread prepares the next.
 
     count      number of documents in the file
-    position   [first byte of the buffer, number of the buffer, how many of its pairs were used]
+    position   [offset of a buffer's first byte, number of the buffer, number of its pairs already used]
     """
     def make_buffer(byte, number):
         size = min(count, args.shuffle_buffer)

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from ..out import atomic_output, save_tokenizer, write_card
 from ..pretrained import find_file, loading, read_json
 
-POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-transformers' names: our names
+POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-transformers' name: our name
 POOLING_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
-                 "pooling_mode_lasttoken": "lasttoken"}               # flags in config.json of older versions
+                 "pooling_mode_lasttoken": "lasttoken"}               # the names in older config.json files
 ACTIVATIONS = {kind: getattr(torch.nn, kind) for kind in ("Tanh", "Identity", "ReLU", "GELU")}
-AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0: the word embeddings
+AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0: word embeddings
 
 
 @dataclass
@@ -28,7 +28,7 @@ class SavedSettings:
 
     subfolder       sub-folder that holds the transformer; "": the model folder itself
     pooling         one of the values of --pooling
-    head            linear layers and activations in turn; "pooler": the encoder's pooler; None: no head
+    head            alternating linear layers and activations; "pooler": the encoder's pooler; None: no head
     normalise       whether embeddings are divided by their L2 norm at the end
     max_length      number of tokens to which longer texts are truncated
     lower_case      whether texts are converted to lower case
@@ -74,7 +74,7 @@ def read_modules(name, modules):
         elif kind == "WeightedLayerPooling":
             saved.pooling = read_layer_pooling(name, path, settings)
         elif kind == "Pooling":
-            if saved.pooling not in AVERAGED_LAYERS:           # averaged layers get mean pooling
+            if saved.pooling not in AVERAGED_LAYERS:           # averaged layers: always mean pooling
                 saved.pooling = read_pooling(path, settings)
         elif kind == "Dense":
             layers += read_dense(name, path, settings)
@@ -105,7 +105,7 @@ def read_pooling(path, settings):
 
 
 def read_layer_pooling(name, path, settings):
-    """Return the value of --pooling, avg_top2 or avg_first_last, for a WeightedLayerPooling module."""
+    """Return the value of --pooling for a WeightedLayerPooling module: avg_top2 or avg_first_last."""
     weights = load_file(find_file(name, f"{path}/model.safetensors"))["layer_weights"]
     found = torch.zeros(settings["num_hidden_layers"] + 1)
     found[settings["layer_start"] :] = weights
@@ -151,7 +151,7 @@ def save(model, run):
         weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside, state_dict=weights)
-        model.tokenizer.padding_side = "right"                 # SentenceEncoder.batch pads there, too
+        model.tokenizer.padding_side = "right"                 # where SentenceEncoder.batch pads, too
         save_tokenizer(model.tokenizer, aside)
         index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
         for i, (kind, settings, tensors) in enumerate(modules_after_encoder(model, head), 1):
@@ -177,7 +177,7 @@ def save(model, run):
 def modules_after_encoder(model, head):
     """Return the modules that sentence-transformers runs after the encoder: [(type, config, tensors)].
 
-    head    list of linear layers and activations in turn; empty if the head is not saved
+    head    list of alternating linear layers and activations; empty if the head is not saved
     """
     width, layers = model.encoder.config.hidden_size, model.encoder.config.num_hidden_layers
     size, modules = dict(word_embedding_dimension=width), []
@@ -214,7 +214,7 @@ def prompts_to_save(model):
 
 def pooler_weights(model):
     """Return {name: tensor} of the pretrained pooler or, if there is none, of a new pooler. Embeddings do not
-    need this pooler, but transformers reports missing weights if a folder has none."""
+    need a pooler, but transformers reports missing weights when it loads a folder without one."""
     pooler, = model.pretrained_pooler
     if pooler is None or not any(True for _ in pooler.parameters()):
         with torch.device("meta"):
@@ -241,7 +241,7 @@ def load_hint(model, run):
 
 
 def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
-    """Write a model and its tokenizer into --out in transformers' format, with a model card; on rank 0 only.
+    """On rank 0, write a model, its tokenizer and a model card into --out, in transformers' format.
 
     kind, text, load_code   arguments of write_card; text is its `description`
     more                    tensors to write into further files: {file name: {name: tensor}}

@@ -30,18 +30,19 @@ METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spe
 def classifier_flags(parser):
     """Add the flags that all scripts for classifiers have."""
     add = parser.add_argument
-    add("--text-columns", group="data", nargs="+", help="one or two columns of text; default see above")
-    add("--label-column", group="data", help="column of labels; default see above")
+    add("--text-columns", group="data", nargs="+",
+        help="one or two columns of text; default sentence, sentence1 and sentence2, else all but the label")
+    add("--label-column", group="data", help="column of labels; default label or score, else the last one")
     add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
     add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
-        help="dev score to print at the end; f1: of label 1 if labels are 0 and 1, else macro F1; default "
-             "accuracy, or spearman in regression")
+        help="dev score to print at the end; f1 is the F1 score of label 1 if labels are 0 and 1, else "
+             "macro F1; default accuracy, or spearman in regression")
     parser.set_defaults(labels=None)                           # load_rows sets labels to the class names
 
 
 def load_rows(path, args):
-    """Read a file, print a summary, and return [(texts, label)]: one or two strings, and an index into
-    args.labels (a number in regression). If args.labels is None, infer_task sets it from this file."""
+    """Read a file and print a summary. Return [(tuple of one or two texts, label)]: a label is an index into
+    args.labels or, in regression, a number. If args.labels is None, infer_task sets it from this file."""
     table, texts, label = find_columns(path, args)
     rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
     for place, sentences, answer in rows:
@@ -65,7 +66,7 @@ def load_rows(path, args):
 
 
 def infer_task(counts, path, args):
-    """Set args.task, args.labels and args.metric. counts: {label: number of rows} of the training data.
+    """Set args.task, args.labels and args.metric from `counts`, {training label: number of its rows}.
 
     Without --task, the task is regression if all labels are numbers and at least one has a decimal point.
     args.labels becomes the sorted class names, or [] in regression.
@@ -90,9 +91,9 @@ def infer_task(counts, path, args):
 def find_columns(path, args):
     """Return (table, indices of the text columns, index of the label column) of a file.
 
-    Without --label-column, the labels are in the column label or score, or else in the last one. Without
-    --text-columns, the texts are in sentence, sentence1 and sentence2, or else in all other columns. The
-    names are stored in args: the next file that is read, such as --dev, must have the same columns.
+    Without --label-column, the column of labels is named label or score, or is the last column. Without
+    --text-columns, columns of texts are named sentence, sentence1 or sentence2, or are all other columns. The
+    names are stored in args, so that files read later, such as --dev, must have these columns.
     """
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
     header, table, _ = read_table_with_names(path, asked)
@@ -141,7 +142,7 @@ def load_model(args, run):
 
 def tokenise_texts(rows, model, max_length, training=False):
     """Tokenise rows [(texts, label)], truncated to max_length tokens. Return [({input name: int32 (L,)},
-    label)], with special tokens and without padding. training: print how many rows were truncated."""
+    label)], with special tokens and without padding. If `training`, print how many rows were truncated."""
     done, cut = [], 0
     accepted = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in accepted]
@@ -184,7 +185,7 @@ def task_loss(logits, labels):
 
 
 def classification_metrics(truth, predicted, labels):
-    """Return {"accuracy", "f1", "matthews"}, as fractions, of true and predicted label indices (n,).
+    """Return {"accuracy", "f1", "matthews"} (not in percent) of true and predicted label indices (n,).
 
     f1 is the F1 score of label 1 if the labels are 0 and 1, else the mean F1 score of the labels that occur.
     matthews is the correlation R_K (Gorodkin 2004); it is 0 if `truth` or `predicted` is constant.
@@ -201,7 +202,7 @@ def classification_metrics(truth, predicted, labels):
 
 @torch.no_grad()
 def forward_rows(model, rows, forward):
-    """Run forward(model, inputs) on all rows in eval mode. Return its tensors on the CPU, in row order."""
+    """Run forward(model, inputs) on all rows in eval mode. Return its outputs on the CPU, in row order."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # reduces padding
     starts = progress(range(0, len(rows), 128), "evaluating", " batches")
@@ -244,9 +245,9 @@ def metric_name(metric, labels=()):
 
 
 def evaluate_and_save(model, rows, args, run):
-    """Score the model on the rows of --dev, if any. Save the model in place of the one saved before."""
+    """Score the model on the rows of --dev, if given. Save the model, and replace the one saved before."""
     scores = evaluate(model, rows, args) if rows else {}
-    run.should_save(scores)                                    # only records the scores
+    run.should_save(scores)                                    # called to record the scores
     if scores:
         log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
     if run.rank == 0:

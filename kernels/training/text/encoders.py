@@ -41,11 +41,11 @@ class SentenceEncoder(torch.nn.Module):
 
     def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
         super().__init__()
-        self.has_pooler = hasattr(encoder, "pooler")           # if so, a head may be saved as the pooler
+        self.has_pooler = hasattr(encoder, "pooler")           # if so, save() can write a head as the pooler
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
-        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # the tuple hides it from parameters()
+        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # a tuple hides it from parameters()
         if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
+            encoder.pooler = torch.nn.Identity()               # not None, which SqueezeBERT would call
         self.tokenizer, self.pooling = tokenizer, pooling
         self.device, self.bf16 = run.device, run.bf16
         self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
@@ -58,7 +58,7 @@ class SentenceEncoder(torch.nn.Module):
     def batch(self, *views):
         """Group texts of similar length, and pad. Return [(row indices (n,), ids (n, L), mask (n, L))].
 
-        views   one list of texts (token ids) per view. Row numbers continue from each view to the next
+        views   one list of texts (token ids) per view. Row indices count on from one view to the next
         """
         flat, padding = [ids for view in views for ids in view], self.tokenizer.pad_token_id or 0
         groups = []
@@ -70,7 +70,7 @@ class SentenceEncoder(torch.nn.Module):
         return groups
 
     def add_prompts(self, cells):
-        """Return a row's texts, each after its column's prompt. Columns without one use the last prompt."""
+        """Return a row's texts, each after its column's prompt. Further columns use the last prompt."""
         prompts = (self.prompts[min(i, len(self.prompts) - 1)] for i in range(len(cells)))
         texts = [prompt + cell for prompt, cell in zip(prompts, cells)]
         return [*map(str.lower, texts)] if self.lower_case else texts
@@ -135,7 +135,7 @@ class SentenceEncoder(torch.nn.Module):
         """Load the weights of the checkpoint saved in `folder` into this model."""
         loaded = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
         loaded.pooler = getattr(self.encoder, "pooler", None)
-        # from_pretrained, not load_file: some models, such as GTE, have other names for weights in the file.
+        # loaded by from_pretrained: in the files of some models, such as GTE, the weights have other names
         self.encoder.load_state_dict(loaded.state_dict())
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
@@ -147,15 +147,15 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     """Load --model as a SentenceEncoder. --pooling, --head, --prompt, --max-length override saved settings.
 
     pooling         default of --pooling for models without saved settings; decoders default to "last" instead
-    head            default of --head for models without a saved head, with cls pooling: "keep" or
-                    "train-only" adds a new head, None adds no head
+    head            default of --head for models with cls pooling and without a saved head: "keep" or
+                    "train-only" for a new head, None for no head
     auto_class      class of transformers that loads the model
     columns         number of texts in a row of the data
     flag            name of the flag that selects the model, for messages
     texts           texts for the vocabulary of --model scratch; None: the texts of --data
-    returns         a SentenceEncoder with four more attributes. lm: the model around the encoder, or None.
-                    pooler: a tuple that has the pretrained pooler as a head, or None. head_origin: "new",
-                    "saved", "pooler" or None. saved_settings: SavedSettings or None
+    returns         a SentenceEncoder with four more attributes: lm (the model around the encoder, or None),
+                    pooler (a tuple of one item: the pretrained pooler as a head, or None), head_origin
+                    ("new", "saved", "pooler" or None), saved_settings (SavedSettings or None)
     """
     name, source, evaluating = args.model, f"{flag} {args.model}", getattr(args, "evaluate", False)
     local = Path(name).is_dir() and name != "scratch"
@@ -163,15 +163,15 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     if texts is None and not evaluating:
         texts = iter_texts(args.data)
     loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
-    if not local and name != "scratch":        # after the model: if the hub is down, only one request fails
+    if not local and name != "scratch":        # after the model, so that only one request fails without a hub
         saved = read_saved_settings(name, flag)
     with loading(source):
         return make_encoder(loaded, tokenizer, saved, args, run, source, (pooling, head, columns))
 
 
 def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
-    """Make a SentenceEncoder of a loaded language model (lm). Error messages begin with `source`. defaults:
-    the arguments (pooling, head, columns) of build_encoder."""
+    """Make a SentenceEncoder of a loaded language model (lm). Error messages begin with `source`.
+    `defaults` has the arguments (pooling, head, columns) of build_encoder."""
     encoder = lm.base_model
     default_pooling, default_head, columns = defaults
     if encoder.config.is_encoder_decoder:
@@ -227,7 +227,7 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
 
 
 def apply_saved_settings(model, saved, args, columns):
-    """Set the model's prompts, maximum length, case and normalisation. Print what the flags override."""
+    """Set the model's prompts, maximum length, case and normalisation. Print what flags override."""
     evaluating = getattr(args, "evaluate", False)
     asked, differs = tuple(getattr(args, "prompt", None) or ()), []
     if len(asked) > 1 and len(asked) not in (2, columns) or len(asked) > columns:
@@ -263,10 +263,10 @@ def dropout_attributes(encoder):
 
 
 def set_dropout(encoder, p, name):
-    """Set all dropout probabilities of the encoder to p, but not in its config, which is saved. If p > 0 and
-    the encoder has no dropout, raise UserError with the model's `name`."""
+    """Set the dropout probabilities of all modules to p. The config, which is saved, keeps its own. If p > 0
+    and the encoder has no dropout, raise UserError with the model's `name`."""
     for part in list(encoder.modules()):
-        for child_name, child in list(part.named_children()):  # ModernBERT has Identity for p = 0
+        for child_name, child in list(part.named_children()):  # ModernBERT has Identity for dropout 0
             if "drop" in child_name and type(child) is torch.nn.Identity:
                 setattr(part, child_name, torch.nn.Dropout(0.0))
     attributes = dropout_attributes(encoder)
@@ -286,6 +286,6 @@ def describe_model(model, args):
         if not model.keep_head:
             text += " (training only)"
     has_dropout = any(getattr(part, name) for part, name in dropout_attributes(model.encoder))
-    if not getattr(args, "evaluate", False) and not has_dropout:       # then two views of a text are equal
+    if not getattr(args, "evaluate", False) and not has_dropout:       # then both views of a text are equal
         text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

@@ -14,8 +14,7 @@ from .sts import evaluate, load_sts
 
 class Evaluator:
     """The evaluation data of a run. --dev selects the best checkpoint; --test, --transfer and --cluster score
-    this checkpoint at the end. All files are read and checked before the first step.
-    """
+    this checkpoint at the end. All files are read and checked before the first step."""
 
     def __init__(self, args):
         self.args, self.collapsed = args, False
@@ -44,7 +43,7 @@ class Evaluator:
     def evaluate_and_save(self, model, run):
         """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0 if all are equal
+        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0 for equal embeddings
             self.collapsed = True                              # print this note only once
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
@@ -53,7 +52,7 @@ class Evaluator:
             save(model, run)
 
     def finish(self, model, run):
-        """Load the best checkpoint, print its test scores, and print the Python code that loads it."""
+        """Load the best checkpoint. Print its test scores and the Python code that loads this checkpoint."""
         model.restore(run.out)
         self.print_test_scores(model)
         before, best = run.extra_state["before"], run.extra_state["saved"]

@@ -19,7 +19,7 @@ def mask_tokens(ids, maskable, tokenizer):
 def encoder_and_mlm_states(lm, encoder, ids, mask, chosen):
     """Run a masked language model (LM) without its decoder, which is the output layer over the vocabulary.
 
-    returns     [hidden states (n, L, H) of the encoder, decoder inputs (C, H) for the C `chosen` tokens]
+    returns     [hidden states (n, L, H) of the encoder, inputs (C, H) of the decoder for the C chosen tokens]
     """
     found = []
 
@@ -28,7 +28,7 @@ def encoder_and_mlm_states(lm, encoder, ids, mask, chosen):
         output.last_hidden_state = found[0][chosen][None]
         return output
 
-    def skip_decoder(_, inputs):               # the decoder gets no tokens
+    def skip_decoder(_, inputs):               # the decoder runs on 0 tokens
         found.append(inputs[0][0])
         return inputs[0][:, :0]
 
@@ -48,7 +48,7 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
     if not len(hidden):
         return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     weight = decoder.weight
-    if decoder.bias is not None:               # append the bias as a feature, and 15 zeros to align rows
+    if decoder.bias is not None:               # append the bias as a feature; 15 zeros keep rows aligned
         hidden = torch.cat([hidden, F.pad(torch.ones_like(hidden[:, :1]), (0, 15))], 1)
         weight = torch.cat([weight, F.pad(decoder.bias[:, None], (0, 15))], 1)
     return linear_cross_entropy(hidden, weight, targets, impl=impl)
@@ -62,8 +62,8 @@ def untie_decoder(lm):
 
 
 def masked_lm_loss(model, batch, impl="auto", protected=None):
-    """Mask a batch of SentenceEncoder.batch. Return this rank's part of the mean cross entropy of the chosen
-    tokens of all ranks. embed_masked explains `protected`."""
+    """Mask tokens of a batch from SentenceEncoder.batch. Return this rank's part of the mean cross entropy of
+    the chosen tokens of all ranks. embed_masked explains `protected`."""
     def loss_sum(group):
         return embed_masked(model, group, impl, protected)[1]
 
@@ -71,10 +71,10 @@ def masked_lm_loss(model, batch, impl="auto", protected=None):
 
 
 def embed_masked(model, group, impl, protected=None):
-    """Mask tokens in a group of SentenceEncoder.batch, and run the encoder and the MLM head on the group.
+    """Mask tokens in one group of a batch (SentenceEncoder.batch), and run the encoder and the MLM head.
 
-    protected   function from ids (n, L) to bool (n, L): tokens not to mask, besides special tokens; or None
-    returns     (embeddings (n, H), (1, 2): sum of cross entropies of the chosen tokens, number of these)
+    protected   function from ids (n, L) to bool (n, L), True for tokens to keep; None: only special tokens
+    returns     (embeddings (n, H), (1, 2): sum of the chosen tokens' cross entropies, number of these tokens)
     """
     _, ids, mask, *_ = group
     special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # also padding
@@ -95,7 +95,7 @@ def embed_masked(model, group, impl, protected=None):
 
 
 def share_of_mean(sums):
-    """Return this rank's part of the mean over all ranks. sums: (n, 2), this rank's sums and counts."""
+    """Return this rank's part of the mean over all ranks, from `sums` (n, 2): this rank's sums and counts."""
     loss, tokens = sums.sum(0)
     tokens = tokens.detach()
     if dist.is_initialized():

@@ -78,7 +78,7 @@ def scratch_tokenizer(texts):
 
 def longest_input(model, tokenizer):
     """Return the largest number of tokens that an encoder reads."""
-    # RoBERTa-like models reserve their first position embeddings.
+    # RoBERTa-like models use only position embeddings after padding_idx.
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1
     positions = getattr(model.config, "max_position_embeddings", -1)   # -1: no limit, as for XLNet and T5

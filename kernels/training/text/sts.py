@@ -15,15 +15,15 @@ NAMES = "sentence1", "sentence2", "score"
 
 
 def load_sts(path, columns=None):
-    """Read [(sentence1, sentence2, score)] from a file, all of its subsets together (STS setting "all").
+    """Read [(sentence1, sentence2, score)] from a file. Its subsets are not separated (STS setting "all").
 
-    columns   names or numbers of the three columns (--dev-columns); None: find them by the header or, in
-              files without a header, take three columns with the score first or last
+    columns   names or numbers of the three columns (--dev-columns); None: find the columns by the header.
+              A file without a header must have three columns, with the score first or last
     """
     header, table = read_table(path, columns=columns, names=NAMES)
     first = next(iter(table))[1]
     names = [*NAMES] if columns else [normalise_name(name) for name in header or []]
-    if not names and len(first) == 3:          # the score is first only if the last cell is not a number
+    if not names and len(first) == 3:          # score last or, if the last cell is not a number, first
         names = [*NAMES] if re.fullmatch(f"({NUMBER})?", first[2].strip()) else [NAMES[2], *NAMES[:2]]
         log("note", f"{path} has no header; its first row is read as {show_cells(names, first)}")
     if not {*NAMES} <= {*names}:
@@ -37,7 +37,7 @@ def load_sts(path, columns=None):
             fail(f"{path} {place}: an empty sentence")
         if score and not (re.fullmatch(NUMBER, score) and math.isfinite(float(score))):
             fail(f"{path} {place}: score {score[:40]!r}, expected a number, such as one from 0 to 5")
-        if score:                              # SemEval files have pairs without a score, which are skipped
+        if score:                              # pairs without a score, as in SemEval files, are skipped
             pairs.append((one, two, float(score)))
     if len({score for *_, score in pairs}) < 2:
         fail(f"{path}: {len(pairs)} scored pairs whose scores are all equal, expected at least 2 different "
@@ -57,8 +57,8 @@ def spearman(a, b):
 
 @torch.no_grad()
 def evaluate(model, pairs, impl="auto"):
-    """Score a model on sentence pairs, not truncated to --max-length. Return {"spearman": 100 ρ, "alignment"
-    of pairs with a score above 4 of 5, "uniformity" of all sentences} (the last two: Wang and Isola 2020)."""
+    """Score a model on sentence pairs, not truncated to --max-length. Return {"spearman": 100 ρ} and, from
+    Wang and Isola 2020, "alignment" of pairs with a score above 4 of 5, "uniformity" of all sentences."""
     z, indices = model.embed([pair[side] for side in (0, 1) for pair in pairs])
     z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)
     one, two = z[indices].double().chunk(2)
@@ -67,7 +67,7 @@ def evaluate(model, pairs, impl="auto"):
     near = torch.from_numpy(scores > 4).to(z.device)
     if near.any() and scores.max() <= 5:
         result["alignment"] = (one - two)[near].square().sum(1).mean().item()
-    if len(z) > 1:                             # exp(−2 |x − y|²) = exp(4 x·y − 4) for unit rows
+    if len(z) > 1:                             # exp(−2 |x − y|²) = exp(4 x·y − 4) for unit vectors x, y
         lse = similarity_lse(z, temperature=0.25, exclude="diagonal", impl=impl).double()
         result["uniformity"] = lse.logsumexp(0).item() - 4 - math.log(len(z) * (len(z) - 1))
     return result

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from ..errors import fail, log
 from ..out import writing
 
-# Number of tokens that cost as much time as one more group (kernel launches, a pass over all gradients).
-# CPU: measured with 2 layers of width 768; values from 25 to 400 gave equal speed. CUDA: an estimate.
+# One more group costs as much time (kernel launches, a pass over all gradients) as this number of tokens.
+# CPU: measured with 2 layers of width 768, where 25 to 400 gave equal speed. CUDA: an estimate.
 GROUP_COST = {"cpu": 100, "cuda": 8192}
-NO_LIMIT = 2**31 - 1                           # as a maximum length: no truncation
-MAX_ROWS, MAX_CHARS = 10_000, 2**21            # limits per tokenizer call, at about 100 bytes per character
+NO_LIMIT = 2**31 - 1                           # a maximum length that means no truncation
+MAX_ROWS, MAX_CHARS = 10_000, 2**21            # per tokenizer call, which needs about 100 bytes a character
 
 
 def text_batches(items, count=len, rows=MAX_ROWS):
-    """Divide items, in order, into lists that the tokenizer can take at once. Without this, a million
+    """Divide items, in order, into lists for one tokenizer call each. In a single call, a million
     sentences or a thousand long texts would need tens of gigabytes.
 
-    count       function from an item to its number of characters; MAX_CHARS limits lists of two or more items
+    count       function: number of characters of an item. Lists of two or more items have at most MAX_CHARS
     rows        maximum number of items in a list
     """
     part, size = [], 0
@@ -46,7 +46,7 @@ def tokenise(sentences, tokenizer, max_length):
     returns     ([int32 ids (L,)], number of truncated sentences)
     """
     backend, rows, cut = tokenizer.backend_tokenizer, [], 0
-    nothing = [tokenizer.pad_token_id or 0]    # for empty texts, if the tokenizer adds no special tokens
+    nothing = [tokenizer.pad_token_id or 0]    # ids of an empty text, if there are no special tokens
     backend.no_padding()
     backend.enable_truncation(max_length, direction=tokenizer.truncation_side)
     for part in text_batches(sentences):
@@ -63,7 +63,7 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
     Rank 0 writes the tokens into the folder `name` in --out. All ranks read this folder row by row, so that
     the tokens need not fit into memory. A resumed run writes the folder again.
 
-    whole       do not truncate the sentences to --max-length
+    whole       if true, do not truncate the sentences to --max-length
     """
     columns, folder = len(next(iter(table))[1]), run.out / name
     max_length = NO_LIMIT if whole else min(run.args.max_length, model.max_length)
@@ -100,7 +100,7 @@ def write_tokens(table, model, max_length, folder):
 
 
 class TokenRows:
-    """The tokens in a folder of write_tokens. Item i is a tuple: int32 ids (L,) for each column of row i."""
+    """The tokens in a folder from write_tokens. Item i is row i: a tuple of int32 ids (L,), one per cell."""
 
     def __init__(self, folder, columns):
         self.columns = columns
@@ -123,11 +123,11 @@ class TokenRows:
 
 
 def group_by_length(lengths, device, max_rows=None, max_tokens=None):
-    """Divide sequences into groups, each of which will be padded to one tensor, at the least cost: the number
-    of tokens, padding included, plus GROUP_COST per group.
+    """Divide sequences into groups, each of which will be padded to one tensor, at the least cost. The cost
+    is the number of tokens, including padding, plus GROUP_COST for each group.
 
     max_rows    maximum number of sequences in a group, or None
-    max_tokens  maximum number of tokens in a group, with padding; or None. A longer sequence is a group alone
+    max_tokens  maximum number of tokens in a group, with padding; or None. A longer sequence is alone
     returns     [[index of a sequence, ...] per group]
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
@@ -138,7 +138,7 @@ def group_by_length(lengths, device, max_rows=None, max_tokens=None):
 def length_groups(lengths, cost, max_rows=None, max_tokens=None):
     """Divide ascending lengths into groups [(start, end)] that minimise Σ (rows · longest + cost), by dynamic
     programming. Then split groups of more than `max_rows` rows or `max_tokens` tokens."""
-    best = {0: (0, 0)}                         # n: (least cost of the first n rows, start of the last group)
+    best = {0: (0, 0)}                         # {n: (least cost of n first rows, start of their last group)}
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
             longest = lengths[end - 1]
@@ -152,9 +152,9 @@ def length_groups(lengths, cost, max_rows=None, max_tokens=None):
 
 
 def divide_group(lengths, start, end, max_rows, max_tokens):
-    """Split a group into parts (start, end) within both limits. A row above max_tokens is a part alone."""
+    """Split a group into parts (start, end) within both limits. A row above max_tokens has its own part."""
     for i in range(start + 1, end):
-        rows = i - start + 1                   # including row i, the longest so far
+        rows = i - start + 1                   # with row i, which is the longest
         if rows > max_rows or rows * lengths[i] > max_tokens:
             yield start, i
             start = i
@@ -162,7 +162,7 @@ def divide_group(lengths, start, end, max_rows, max_tokens):
 
 
 def restore_order(x, batch):
-    """Sort the rows of x, which are in the order of the groups of a batch, by the groups' row indices."""
+    """Return the rows of x, which are in the order of a batch's groups, in the order of the row indices."""
     return x[torch.cat([indices for indices, *_ in batch]).argsort()]
 
 
