@@ -5,18 +5,18 @@ All scripts share these modules. Each module imports only from modules above it:
 errors      user errors, printed messages, and @command, which prints an error without a traceback
 progress    progress bars and the remaining time
 data        tables of texts, from files or from memory, and the roles of their columns
-flags       the command line: flags that scripts share, --recipe (presets of several flags), --resume
+flags       the command line: flags that scripts share, --recipe (preset values of flags), --resume
 ranks       the processes (ranks) of a run: torchrun's environment variables, and joining the process group
 out         the output folder --out: atomic writes, model cards, and checksums of the inputs
 trackers    --log: sends metrics to TensorBoard or Weights & Biases
 loop        batch order, learning-rate schedules, AdamW without bias correction, gradient all-reduce
-precision   16-bit numbers in losses and in the embeddings that ranks send to each other
-run         a training run: progress, resume, signals, metrics
+precision   --precision bf16: float16 in losses and in the embeddings that ranks send to each other
+run         a training run from start to end: steps, metrics, checkpoints, --resume, stopping by a signal
 pretrained  opens a pretrained model, from a folder or the hub, without running its code
 
 text/       sentences: tokens, encoders, checkpoints, masked language models, evaluation
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
 papers/     modules for one paper each; a file name begins with the name of the script that imports the file
 
-mine finds hard negatives, plot draws figures; for flags: probes (--transfer), equal_texts (--ignore-equal)
+mine finds hard negatives, plot draws figures; probes implements --transfer, equal_texts --ignore-equal
 """

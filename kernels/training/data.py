@@ -3,9 +3,9 @@
 read_table checks all rows of a file before a script uses them. Files are read row by row; only a .json file
 is loaded as a whole and must fit in memory. An error message names the file and the wrong row.
 
-Columns have roles, such as anchor, positive and negative. --columns assigns the roles. Without --columns, a
-header with usual column names assigns them, and without such a header, the order of the columns does. The
-content of cells is not used, so log_first_row prints the first row with its roles, for the user to check.
+Columns have roles, such as anchor, positive and negative. --columns assigns the roles. Without --columns,
+usual column names such as query assign them, and without column names, the order of the columns does. The
+roles are not guessed from texts; the user can check them in the first row, which log_first_row prints.
 """
 import csv
 import functools
@@ -31,7 +31,7 @@ REPEATABLE_ROLES = "negative", "candidate"
 OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
                    entity positiveentity negativeentity entitytype page article originentity
                    original synonym antonym synonymwords antonymwords""".split()
-FIRST_ROWS = 20                                                # rows from which the columns are found
+FIRST_ROWS = 20                                                # rows that are read first, to find the columns
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
 SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 csv.field_size_limit(2**24)                                    # in characters; Python's default is 131,072
@@ -64,13 +64,13 @@ def read_lines(path):
 
 
 def read_txt(path):
-    """Yield (place, [text]) for each line of a .txt file."""
+    """Yield ("line N", [text]) for each line of a .txt file."""
     for number, line in enumerate(read_lines(path), 1):
         yield f"line {number}", [line.rstrip("\r\n")]
 
 
 def read_csv(path, separator, **options):
-    """Yield (place, cells) for each row of a .csv or .tsv file. options: further arguments of csv.reader."""
+    """Yield ("line N", cells) for each row of a .csv or .tsv file. options: more arguments of csv.reader."""
     check_separator(path, [*itertools.islice(read_lines(path), FIRST_ROWS)], separator)
     reader, line = csv.reader(read_lines(path), delimiter=separator, **options), 1
     try:
@@ -82,8 +82,8 @@ def read_csv(path, separator, **options):
 
 
 def check_separator(path, lines, separator):
-    """Fail if `separator` is not equally frequent in all first lines of a file, and another separator either
-    is, or splits the first line into usual column names."""
+    """Fail if another separator fits the file better: `separator` is not equally frequent in all of `lines`,
+    but another one is, or another one splits the first line into usual column names."""
     counts = {other: {line.count(other) for line in lines} for other in SEPARATORS}
     for other in SEPARATORS.keys() - {separator}:
         equally_many = len(counts[other]) == 1 and 0 not in counts[other] and len(lines) > 2
@@ -95,7 +95,7 @@ def check_separator(path, lines, separator):
 
 
 def read_jsonl(path):
-    """Yield (place, JSON value) for each line of a .jsonl file."""
+    """Yield ("line N", JSON value) for each line of a .jsonl file."""
     for number, line in enumerate(read_lines(path), 1):
         try:
             yield f"line {number}", json.loads(line)
@@ -105,7 +105,7 @@ def read_jsonl(path):
 
 
 def read_json(path):
-    """Yield (place, item) for each item of a .json file, which must contain one list."""
+    """Yield ("item N", item) for each item of a .json file, which must contain one list."""
     try:
         content, number, reason = json.loads("".join(read_lines(path))), 1, "expected a JSON list of rows"
     except (ValueError, RecursionError) as error:
@@ -117,7 +117,7 @@ def read_json(path):
 
 
 def read_parquet(path):
-    """Yield (place, {column: cell}) for each row of a .parquet file."""
+    """Yield ("row N", {column: cell}) for each row of a .parquet file."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -168,8 +168,8 @@ def to_row(row):
 
 
 def to_python(value):
-    """Convert an array or column to a list, a NumPy number to a Python number. Return others unchanged."""
-    for method in ("to_list", "tolist", "to_pylist"):          # of polars and pandas, NumPy, and pyarrow
+    """Convert an array or column to a list, and a NumPy number to a Python number. Keep other values."""
+    for method in ("to_list", "tolist", "to_pylist"):          # in turn: polars or pandas, NumPy, pyarrow
         if hasattr(value, method):
             return getattr(value, method)()
     return value
@@ -179,18 +179,18 @@ def to_python(value):
 
 
 class Table:
-    """The rows of a data file, or rows in memory. Iterating yields (place, cells) for each row.
+    """The rows of a data file, or rows in memory. Iterating yields (place, cells), such as ("line 3", [...]).
 
     data        a path, another Table, or rows in memory (see rows_in_memory)
-    roles       {role: usual column names}, by which the columns are sorted. None: columns have no roles
+    roles       {role: usual column names}; columns are put in the order of the roles. None: no roles
     columns     columns to read, by name or by number from 1, in the order of the roles; None: all columns
     names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
     join        True: a cell that is a list becomes one text, joined by |. False: each entry of the list has
                 the role of the column
-    negatives   number of negatives per row, after repeating or cutting; None: rows must have equally many
+    negatives   negatives per row: lists are cut or repeated to this number. None: all rows need equally many
     Attributes:
-    header      names of the columns that are read; with roles, such as "anchor sent0"; None: no names
-    cell_roles  role of each column that is read, such as "anchor"; missing if the columns have no roles
+    header      names of the columns that are read, after their roles if any ("anchor sent0"); None: no names
+    cell_roles  role of each column that is read, such as "anchor"; not set if the columns have no roles
     """
 
     def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=None):
@@ -233,8 +233,8 @@ class Table:
         return itertools.islice(rows, int(self.has_header), None)
 
     def find_columns(self, names):
-        """Read the first rows, and set keys (the column names if rows are dicts), header, and indices (of the
-        columns to read). Fail if the columns do not fit the roles."""
+        """Read the first rows, and set three attributes: keys (the column names if rows are dicts), header,
+        and indices (positions of the columns to read). Fail if the columns do not fit the roles."""
         first = [row for _, row in itertools.islice(self.raw_rows(), FIRST_ROWS)]
         first = [row for row in first if isinstance(row, (list, dict)) and row]
         if not first:
@@ -438,7 +438,7 @@ def describe_table(table, header):
 def log_first_row(table):
     """Print the first row with the role of each cell, so that the user can check the roles."""
     cells, names = next(iter(table))[1], table.cell_roles
-    more = names[-1:] * (len(cells) - len(names))              # a list of negatives gives several cells
+    more = names[-1:] * (len(cells) - len(names))              # one column may contain lists of negatives
     log("first", show_cells(names + more, cells))
 
 

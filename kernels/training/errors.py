@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# A run prints an error as one line. This setting stops transformers from adding its own warnings.
+# A script prints an error as one line. Without this setting, transformers would add its own messages.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "critical")
 
 EXIT_STOPPED = 130                                             # exit code of a run that a signal stopped
@@ -39,7 +39,7 @@ def fail(message, every_rank=False):
 
 def one_line(text):
     """Return text as one line: line breaks, terminal controls and unprintable characters are escaped."""
-    kept = "\u200c\u200d\u3000"                                # Persian, emoji and Japanese texts need them
+    kept = "\u200c\u200d\u3000"                                # not escaped: used in Persian, emoji, Japanese
     return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
 
 
@@ -105,7 +105,7 @@ def command(main):
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 main(*args, **more)
-        except KeyboardInterrupt:                              # in the training loop, Run handles signals
+        except KeyboardInterrupt:                              # a signal that came outside Run.steps
             log("stopped", "by a signal; files that were saved before are complete")
             code = EXIT_STOPPED
         except Exception as error:

@@ -30,7 +30,7 @@ POOLINGS = ("cls", "cls_before_pooler", "avg", "avg_top2", "avg_first_last", "la
 # The sections of --help, in this order.
 GROUPS = "data", "model", "method", "training", "evaluation", "run"
 
-# {flag that several scripts share: its arguments of ScriptParser.add_argument}. Scripts set the defaults.
+# Flags that several scripts share: {flag: arguments of ScriptParser.add_argument}. Scripts set most defaults.
 SHARED_FLAGS = {
     "--form": dict(choices=("paper", "code"),
                    help="follow the paper, or the authors' released code where the two differ (see above)"),
@@ -180,7 +180,7 @@ class ScriptParser(argparse.ArgumentParser):
         self.add_argument(name, **settings)
 
     def add_shared_flags(self, *names, **defaults):
-        """Add flags of SHARED_FLAGS: `names` without defaults, and `defaults`, which are {flag: default} or
+        """Add flags of SHARED_FLAGS. names: flags without a default. defaults: {flag: default} or
         {flag: (default, text that --help prints in place of the default)}."""
         for name in names:
             self.add_shared(name)

@@ -59,8 +59,8 @@ def set_lr(optimizer, lr):
 
 
 def decay_groups(model, weight_decay):
-    """Return parameter groups for an optimizer: matrices get weight decay, biases and norm weights get
-    none. Frozen weights are in neither group."""
+    """Return two parameter groups for an optimizer: matrices, with weight decay; biases and norm weights,
+    without weight decay. Frozen weights are in neither group."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     return [dict(params=[weight for weight in weights if weight.dim() > 1], weight_decay=weight_decay),
             dict(params=[weight for weight in weights if weight.dim() <= 1], weight_decay=0.0)]
@@ -69,8 +69,8 @@ def decay_groups(model, weight_decay):
 class UncorrectedAdamW(torch.optim.Optimizer):
     """AdamW with β1 = 0.9 and β2 = 0.999 and without bias correction, as in the original code of BERT.
 
-    Bias correction would divide the averages of gradients and squared gradients by 1 − β^step. Weight decay
-    is applied before the update, as in torch.optim.AdamW.
+    Bias correction, left out here, divides the averages of gradients and squared gradients by 1 − β^step.
+    Weight decay is applied before the update, as in torch.optim.AdamW.
     """
 
     def __init__(self, params, lr, eps=1e-8, weight_decay=0.0):

@@ -97,7 +97,7 @@ def write_card(folder, run, kind, tags, description, load_code):
     """Write README.md, the model card of a saved model.
 
     kind          the card's pipeline_tag, a term of the Hugging Face hub
-    tags          the card's tags; the first tag is also its library_name, the library that loads the model
+    tags          tags of the card; the first is also its library_name, the library that loads the model
     load_code     line of Python that loads the model
     """
     best = run.extra_state["saved"].items()

@@ -1,10 +1,10 @@
-"""Losses in float16 for --precision bf16: autocast around a loss, and embeddings sent between ranks."""
+"""--precision bf16: losses multiply in float16, and ranks send embeddings to each other in float16."""
 import torch
 import torch.nn.functional as F
 
 from kernels import gather_rows
 
-# Losses multiply rows of unit length. They fit the range of float16, which rounds 8x finer than bfloat16.
+# Losses multiply unit rows. Their numbers fit the range of float16, which rounds 8x finer than bfloat16.
 LOSS_DTYPE = torch.float16
 
 
@@ -17,15 +17,15 @@ def loss_autocast(x, args):
     """Return a torch.autocast context for a loss on the device of x. Only --precision bf16 enables it.
 
     In this context, kernels multiply in LOSS_DTYPE and return float32 gradients. Use the context only around
-    losses of unit rows: layers, other matrix products and rows of other norms may overflow or lose precision.
+    losses of unit rows: in float16, layers and rows of other norms may overflow or lose precision.
     """
     return torch.autocast(x.device.type, LOSS_DTYPE, enabled=args.precision == "bf16")
 
 
 def gather_keys(z, rows, args):
-    """Gather z (n, ..., D) float32 of all ranks, for a loss that normalises its rows. With --precision bf16,
-    ranks send unit rows in LOSS_DTYPE, because the loss rounds its rows to this dtype anyway. rows: number of
-    rows of all ranks."""
+    """Return the rows z (n, ..., D) float32 of all ranks, for a loss that normalises them. With --precision
+    bf16, ranks send unit rows in LOSS_DTYPE, because the loss rounds unit rows to this dtype anyway. rows:
+    number of rows of all ranks together."""
     if args.precision != "bf16" or len(z) == rows:
         return gather_rows(z, rows)
     return gather_rows(unit_rows(z), rows, dtype=LOSS_DTYPE)

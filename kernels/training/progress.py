@@ -30,8 +30,8 @@ def progress(items, name, unit="", **more):
 class Clock:
     """Measures the time of a run. Evaluations are pauses: they do not count as training time.
 
-    first_step   the training loop starts after this step
-    pauses       number of pauses so far; their sum is paused_seconds
+    first_step   number of the last step before the training loop; 0 in a new run
+    pauses       number of pauses so far; paused_seconds is their total time
     """
 
     def __init__(self):
@@ -39,7 +39,7 @@ class Clock:
         self.start(0)
 
     def start(self, step):
-        """Start timing a loop that begins after `step`. Earlier pauses only help to predict later ones."""
+        """Start timing a loop that begins after `step`. Earlier pauses serve only to predict later ones."""
         self.began, self.first_step = time.perf_counter(), step
         self.earlier_seconds = self.paused_seconds
 
@@ -58,8 +58,8 @@ class Clock:
         return max(1e-9, (self.seconds() - paused) / (step - self.first_step))
 
     def seconds_left(self, step, total, eval_every):
-        """Return the expected seconds until the end of the run, which evaluates every `eval_every` steps and
-        at the end."""
+        """Return the expected seconds until the end of the run. Evaluations take place every `eval_every`
+        steps and at the end."""
         evaluations = math.ceil(total / eval_every) - step // eval_every if step < total else 0
         mean = self.paused_seconds / max(1, self.pauses)
         return self.seconds_per_step(step) * (total - step) + mean * evaluations

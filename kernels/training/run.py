@@ -1,4 +1,4 @@
-"""A training run: ranks, --out, progress, resume, signals, metrics.
+"""The class Run manages a training run: ranks, --out, steps, metrics, checkpoints, --resume, signals.
 
     run = Run(args, __file__)                            check --out, set up rank, world_size, device
     run.begin(model, optimizer, total)                   start a new folder, or continue with --resume
@@ -7,7 +7,7 @@
         run.log_metrics(values)                          record this step's numbers, which include "loss"
         if run.eval_due and run.should_save(scores):     scores: the results of an evaluation
             ...                                          save the model
-    run.finish(text)
+    run.finish(text)                                     end the run; print text, duration, peak memory
 
 Each rank computes its share of the global loss. Gradients and logged numbers are therefore summed over ranks.
 All ranks evaluate, but only rank 0 prints and writes files. Without torchrun there is one process, which does
@@ -68,7 +68,7 @@ class Run:
                      "process")
             out.check_out(args)
             ranks.join_group(self.device)
-        if gpu and self.bf16:                                  # the remaining float32 products use TF32
+        if gpu and self.bf16:                                  # float32 products outside autocast use TF32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
         try:                                                   # fail now if --impl cannot run here
@@ -118,8 +118,8 @@ class Run:
     def start_folder(self):
         """Mark the run in --out as unfinished, and write args.json and a copy of the script.
 
-        args.json contains the settings, the version of the package kernels, and the command line, from which
-        --resume takes the flags that its own command line does not set.
+        args.json contains the settings, the version of the package kernels, and the command line. --resume
+        uses the flags of this command line, unless they are given again.
         """
         with out.writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
@@ -137,8 +137,8 @@ class Run:
 
         rows       number of rows to sample from, or a list of row indices. None: yield None as row indices
         min_rows   skip the last batch of an epoch if it has fewer rows than this
-        order      used instead of `rows`: a function, step → iterator over the row indices of later batches.
-                   The order must be equal on all ranks and after --resume
+        order      function, used instead of `rows`: order(step) iterates over the row indices of each batch
+                   after `step`. They must be equal on all ranks and after --resume
         """
         args = self.args
 
@@ -161,7 +161,7 @@ class Run:
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
         if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
-            if not self.eval_due:                              # at an evaluation, log_metrics has checked
+            if not self.eval_due:                              # log_metrics calls it before an evaluation
                 self.check_finite()
             self.report()
         if self.eval_due or stop:
@@ -238,7 +238,7 @@ class Run:
         return asked.item() > 0
 
     def check_finite(self):
-        """Fail if a loss so far or a weight is NaN or infinite. The message names step and checkpoint."""
+        """Fail if a weight, or the loss of any step so far, is NaN or infinite, and name the step."""
         if self.world_size > 1:
             dist.all_reduce(self.first_bad_step, dist.ReduceOp.MAX)
         step, problem = int(self.first_bad_step), "the loss is not finite"
@@ -277,7 +277,7 @@ class Run:
             self.tracker.log(numbers, numbers.pop("step"))
 
     def save_state(self):
-        """Write state.pt: everything that the next step depends on, also the random states of all ranks."""
+        """Write state.pt: all that the next step depends on, including the random states of all ranks."""
         on_gpu = self.device.type == "cuda"
         own = [torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None]
         rng_states = [own] * self.world_size
@@ -289,8 +289,8 @@ class Run:
                                 optimizer=self.optimizer.state_dict()), file)
 
     def load_state(self):
-        """Load state.pt if it exists, and return the rows of metrics.jsonl up to its step. Fail if a flag or
-        an input differs from that of the saved run, or if a file is damaged."""
+        """Load state.pt if it exists, and return the rows of metrics.jsonl up to the step of this state. Fail
+        if a flag or an input is not that of the saved run, or if a file is damaged."""
         try:
             self.refuse_changes(json.loads((self.out / "args.json").read_text(encoding="utf-8")))
             if not (self.out / "state.pt").is_file():

@@ -16,7 +16,7 @@ def random_uniform(seed, epoch, keys, first, count):
     seed, epoch and key, not on the calling rank or worker (SplitMix64, a counter-based generator).
 
     keys     (n,) integers that identify the images
-    first    number of random numbers per key that earlier calls have returned; this call continues after them
+    first    skip this many random numbers of each key, because earlier calls have returned them
     """
     state = mix_bits(mix_bits(mix_bits(np.array([seed])) + np.uint64(epoch)) + np.asarray(keys, np.uint64))
     counter = np.arange(first + 1, first + count + 1, dtype=np.uint64)[:, None]
@@ -34,7 +34,7 @@ def mix_bits(state):
 class Crops(NamedTuple):
     """Settings of random resized crops.
 
-    min_area         smallest area of a box, as a share of the image's area; shares are uniform up to 1
+    min_area         a box covers a random share of the image's area, uniform from min_area to 1
     attempts         number of boxes to sample for a view; the first box that fits into the image is used
     sample_aspect    function: uniform random numbers in [0, 1) → aspect ratios (width / height) of boxes
     aspect_limits    (smallest, largest) aspect ratio of the centre crop that is used if no box fits
@@ -94,10 +94,10 @@ def crop_and_resize(x, boxes, size, bicubic):
 
 
 def bicubic_matrix(first, length, width, size, like):
-    """Return n matrices (size, width). Each crops a row of `width` pixels to a box, and resizes the box to
-    `size` pixels by Keys' cubic kernel (a = −1/2), without antialiasing; edge pixels of the box are repeated.
+    """Return n matrices (size, width). Each matrix crops a row of `width` pixels to a box and resizes the box
+    to `size` pixels by Keys' cubic kernel (a = −1/2). Edge pixels are repeated; there is no antialiasing.
 
-    first, length    (n,) index of each box's first pixel, and its number of pixels, in the dtype of `like`
+    first, length    (n,) first pixel and number of pixels of each box, in the dtype of `like`
     like             a tensor that gives the device and dtype of the result
     """
     at = torch.arange(size, device=like.device)
@@ -114,9 +114,9 @@ def bicubic_matrix(first, length, width, size, like):
 
 
 def bilinear_matrix(first, length, width, size, like):
-    """Return n matrices (size, width). Each crops a row of `width` pixels to a box, and resizes the box to
-    `size` pixels by bilinear interpolation with antialiasing, as Pillow does: a new pixel that covers several
-    old pixels is their weighted mean. The arguments are those of bicubic_matrix."""
+    """Return n matrices (size, width). Each matrix crops a row of `width` pixels to a box and resizes the box
+    to `size` pixels by bilinear interpolation with Pillow's antialiasing: a new pixel that covers several old
+    pixels is their weighted mean. The arguments are those of bicubic_matrix."""
     at, scale = torch.arange(width, device=like.device), (length / size)[:, None, None]
     centre = (torch.arange(size, device=like.device)[:, None] + 0.5) * scale - 0.5 + first[:, None, None]
     inside = (at >= first[:, None]) & (at < (first + length)[:, None])

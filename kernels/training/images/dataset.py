@@ -19,8 +19,8 @@ class ImageDataset:
 
     args             the script's flags
     crops            augmentation.Crops: how the script samples training crops
-    train, test      ImageSource of the training and the test split. test is None if a split is missing or has
-                     no labels. Without --data (evaluation of a classifier) both are the images of --dev
+    train, test      ImageSource of each split. test is None if there is no test split, or if one of the two
+                     has no labels. Without --data (evaluation of a classifier), both are the images of --dev
     size             side of a view in pixels
     is_small         whether size <= 32. The papers use other settings for such images
     classes          class names; a label is an index into this list
@@ -48,8 +48,8 @@ class ImageDataset:
         return len(self.train)
 
     def renumber_labels(self):
-        """Renumber the labels of both splits to 0, 1, 2, ... without gaps, for use as indices of logits and
-        of the votes of k nearest neighbours (kNN). A class has the same number in both splits."""
+        """Renumber the labels of both splits to 0, 1, 2, ... without gaps, because a label is used as index
+        of a logit and of a kNN vote. A class has the same number in both splits."""
         numbers = {}
         splits = [self.train] if self.test is self.train else [self.train, self.test]
         for split in splits:

@@ -63,7 +63,7 @@ def load_image_encoder(name, small=False, flag="--model"):
 
 
 def read_mean_std(name):
-    """Return (means, standard deviations) of the channels, with which a model's input is normalised."""
+    """Return (means, standard deviations) of the channels, for normalising the input of a model."""
     prepared = {} if name in RESNETS else read_json(name, "preprocessor_config.json")
     return prepared.get("image_mean", [0] * 3), prepared.get("image_std", [1] * 3)
 

@@ -17,8 +17,8 @@ SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
 
 
 def read_images(path, workers=None, skip=False):
-    """Read a data set, and return (images, test images or None), as ImageArrays or ImageFiles. workers, skip:
-    see ImageFiles; workers=None: number of CPU cores divided by the number of ranks on this machine."""
+    """Read a data set, and return (images, test images or None), as ImageArrays or ImageFiles. ImageFiles
+    explains workers and skip; workers=None: number of CPU cores, divided by that of ranks on this machine."""
     path = Path(path)
     if workers is None:
         workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -101,7 +101,7 @@ def read_batch(path):
 
 
 class StandIn:
-    """Replaces an array or its dtype when CIFAR's batches are unpickled. `values` is the array's content."""
+    """Replaces an array or its dtype when CIFAR's batches are unpickled. values: content of the array."""
 
     def __init__(self, *_):
         pass
@@ -113,21 +113,21 @@ class StandIn:
 
 
 class BatchUnpickler(pickle.Unpickler):
-    """Reads CIFAR's batches without importing code. pickle.Unpickler calls any function that a file names."""
+    """Reads CIFAR's batches. Unlike pickle.Unpickler, it does not import functions that a file names."""
 
     def find_class(self, module, name):
-        """Return what replaces a class or function that a batch names. Raise ValueError for other names."""
+        """Return the replacement of a class or function that CIFAR's batches name. Fail for other names."""
         known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
                  "numpy._core.multiarray._reconstruct": StandIn,
-                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # written by Python 3
+                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # if Python 3 wrote a file
         if f"{module}.{name}" not in known:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
         return known[f"{module}.{name}"]
 
 
 def list_folder(path):
-    """Return (folder, names of the image files below it, their labels or None). The label of a file is its
-    sub-folder directly below `path`. Files and folders whose names begin with a dot are left out."""
+    """Return (folder, names of the image files below it, their labels or None). A label is the name of the
+    folder directly below `path` that contains the file. Names that begin with a dot are left out."""
     names = []
     for folder, folders, files in os.walk(path, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -1,7 +1,7 @@
 """Sources of images: arrays in memory or on disk, and image files that worker processes decode.
 
-A batch is (epoch, row numbers). A Cutter chooses boxes in the images; each box, resized, is a view. The views
-depend only on the batch and the Cutter, not on the number of workers.
+A batch is (epoch, row numbers of images). A Cutter chooses boxes in these images; a resized box is a view.
+The views depend only on the batch and the Cutter, not on the number of workers.
 """
 import functools
 import importlib.util
@@ -50,7 +50,7 @@ class Cutter(NamedTuple):
 class ImageSource:
     """Base class of data sets whose images are read by row number when they are needed.
 
-    kept      (N,) original row numbers of the images that keep_only has not removed
+    kept      (N,) row numbers that the N images had before keep_only removed others
     labels    (N,) int64, or None
     names     {label: class name}. A label without an entry is named by its number
     """
@@ -176,7 +176,7 @@ def parallel_map(function, items, workers):
     items ahead. With workers=0, this process does the work."""
     return iter(DataLoader(Tasks(function), sampler=items, batch_size=None, num_workers=workers,
                            worker_init_fn=ignore_signals, multiprocessing_context="fork" if workers else None,
-                           generator=torch.Generator()))       # PyTorch's default generator stays unused
+                           generator=torch.Generator()))       # leave PyTorch's default generator unchanged
 
 
 def ignore_signals(_):
