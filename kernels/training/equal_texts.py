@@ -1,11 +1,11 @@
-"""--ignore-equal: SimCSE's loss without negatives whose text equals the anchor or a positive of the anchor.
+"""--ignore-equal for SimCSE's loss: copies of an anchor or of its positives are not negatives of this anchor.
 
-With the rows (A, B1), (A, B2) and (B1, C) in a batch, the anchor A has no negative with the text A, B1 or B2,
-in whatever row and column the text is. The anchor B1 has no negative with the text B1 or C.
+Example: a batch has the rows (A, B1), (A, B2) and (B1, C). The texts A, B1 and B2 are not negatives of the
+anchor A, in any row and column. The texts B1 and C are not negatives of the anchor B1.
 
 sentence-transformers' sampler NO_DUPLICATES instead moves a row to a later batch if one of the row's texts is
-already in the batch. Then a batch has no equal texts, but batches depend on the duplicates in the data, and
-the last batches of an epoch are short or missing. --ignore-equal does not change the batches.
+already in the batch. The sampler thus changes the batches, and the last batches of an epoch are short or
+missing. --ignore-equal does not change the batches.
 """
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from .errors import is_first_rank, log
 
 def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
                              anchor_ids=None):
-    """Return SimCSE's loss, with some texts excluded from the negatives of each anchor.
+    """Return SimCSE's loss without the negatives that --ignore-equal excludes.
 
     z1, z2, hard    unit rows: (N, D) anchors, (M, D) positives, and a list of (M, D) hard negatives
     ids             (M, 1 + n) integers: text ids of the positives and of the n hard negatives
     offset          row of z2 that is the positive of this rank's first anchor
-    anchor_ids      (M,) integers, text ids of the anchors. The texts excluded for an anchor are its own text
-                    and the positives of all rows with this anchor; with None, only the row's positive
+    anchor_ids      (M,) integers, text ids of the anchors: exclude the anchor's text and the positives of all
+                    rows with this anchor. None: exclude only the positive in the anchor's row
     """
     own = slice(offset, offset + len(z1))
     rules = [(ids[:, 0], ids, torch.zeros_like(ids))]
@@ -32,7 +32,7 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
         rules = exclusion_rules(anchor_ids, ids)
 
     def negatives_lse(keys, column):
-        """Return log Σ exp(similarity / τ) over the keys of other rows that no rule excludes."""
+        """Return log Σ exp(similarity / τ) over the keys of other rows, without the excluded keys."""
         found = None
         for row_ids, column_ids, other in rules:               # each rule sums over the texts that it covers
             covered = None if len(rules) == 1 else (torch.zeros_like(row_ids[own]), other[:, column])
@@ -67,16 +67,17 @@ def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_i
 def exclusion_rules(anchor_ids, ids):
     """Return rules [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))] that exclude texts for anchors.
 
-    The owners of a text t are the anchors for which t is excluded: t itself, and anchors with the positive t.
-    Each set of owners has a number: the row id of its anchors, and the column id of the texts that they own.
-    A rule has one row id per row, so sets that share an anchor are in different rules. `other` is 1 for texts
-    that another rule covers.
+    A rule excludes a text for an anchor if the row id of the anchor equals the column id of the text. `other`
+    is 1 for texts that another rule covers. The owners of a text are the anchors for which it is excluded:
+    the anchor with the same text, and all anchors with this text as a positive. Each set of owners has a
+    number: the row id of these anchors, and the column id of all texts with exactly these owners. In a rule,
+    an anchor has only one row id. Therefore, sets that share an anchor are in different rules.
     """
     anchors, keys = anchor_ids.tolist(), ids.tolist()
     owners = {anchor: {anchor} for anchor in anchors}
     for anchor, (positive, *_) in zip(anchors, keys):
         owners.setdefault(positive, set()).add(anchor)
-    number_of, taken = {}, [{}]                # {set of owners: (rule, number)}; {owner: number} per rule
+    number_of, taken = {}, [{}]                # number_of[owners]: (rule, number); taken[rule][owner]: number
     sets_of = {text: frozenset(owners.get(text, ())) for row in keys for text in row}
     for found in sets_of.values():
         if found and found not in number_of:

@@ -11,8 +11,7 @@ The candidates for a row are the distinct positives of all rows, except the anch
 rows with the same anchor. Texts that differ only in white space count as equal. Let p be the cosine of anchor
 and positive. The cosine s of anchor and candidate must satisfy
 
-    s ≤ p · (1 − r)    --relative-margin r: a candidate that scores close to the positive is often a positive
-                       that is not labelled as one
+    s ≤ p · (1 − r)    --relative-margin r: candidates that score close to p are often unlabelled positives
     s ≤ p − m          --margin m
     min ≤ s ≤ max      --min-score and --max-score
 
@@ -61,7 +60,7 @@ def make_parser():
     add("--negatives", type=at_least(1, int), default=1,
         help="number of hard negatives N to mine for each row; default 1")
     add("--ranks", type=at_least(1, int), nargs=2, metavar=("FIRST", "LAST"),
-        help="range of ranks from which the N negatives are sampled, 1 being the hardest; default 1 N")
+        help="range of ranks from which the N negatives are sampled; rank 1 is the hardest; default 1 N")
     add("--relative-margin", type=at_least(-100), default=0.05,
         help="r: a negative's score is at most (1 - r) times that of the positive; with r below 0, negatives "
              "may score higher than the positive; default 0.05")
@@ -131,8 +130,9 @@ def assign_text_ids(table):
 
 
 def embed_anchors_and_positives(model, texts, anchors, positives):
-    """Return unit embeddings (q (A, D), k (M, D)) of the texts with the ids `anchors` and `positives`, which
-    get the model's first and second prompt. If both prompts are equal, embed each text once."""
+    """Return unit embeddings (q (A, D), k (M, D)). q: texts with the ids `anchors`, after the model's first
+    prompt. k: texts with the ids `positives`, after the second prompt. If both prompts are equal, embed each
+    text once."""
     first, second = model.prompts[0], model.prompts[:2][-1]
     if first == second:
         z = embed_side(model, texts, first)
@@ -142,7 +142,7 @@ def embed_anchors_and_positives(model, texts, anchors, positives):
 
 
 def embed_side(model, texts, prompt):
-    """Return unit embeddings (T, D) on the model's device: float32, or LOSS_DTYPE with --precision bf16."""
+    """Return unit embeddings (T, D) on the model's device: float32 (with --precision bf16: float16)."""
     model.default_prompt = prompt
     z, places = model.embed(texts)
     z = F.normalize(z, dim=1, eps=1e-8).to(LOSS_DTYPE if model.bf16 else torch.float32)
@@ -158,15 +158,15 @@ def mine(rows, q, k, args):
     rows     (R, columns) text ids: anchor, positive, hard negatives
     q, k     (A, D), (M, D) unit embeddings of the distinct anchors and positives, in the order of their ids
     args     has negatives (N), ranks, relative_margin, margin, min_score, max_score, seed, impl
-    memory   O(R·N) in addition to q and k. For each row of a block (BLOCK rows), the search stores LAST
-             candidates (--ranks), and further ones to replace the texts that are excluded for an anchor
+    memory   O(R·N) in addition to q and k. The search handles BLOCK rows at a time. For each row,
+             it stores LAST candidates (--ranks), plus at least one for each text excluded for the anchor
     """
     first, last = args.ranks
     generator, found = torch.Generator().manual_seed(args.seed), []
     rows, stride = rows.to(q.device), rows.max().item() + 1
     _, anchors = rows[:, 0].unique(return_inverse=True)
     pool, positives = rows[:, 1].unique(return_inverse=True)
-    # pairs (anchor, text of a row with this anchor): this text is not a candidate; one number encodes a pair
+    # excluded pairs: an anchor and a text of a row with this anchor. One number encodes a pair.
     excluded = (anchors[:, None] * stride + rows).unique()
     excluded_counts = (excluded // stride).bincount()          # number of excluded texts per anchor
     blocks = [*zip(anchors.split(BLOCK), positives.split(BLOCK))]
@@ -190,9 +190,9 @@ def mine(rows, q, k, args):
 
 
 def search(q, k, min_found, bound, args):
-    """Find the n nearest rows of k for each row of q. Return their (scores (R, n), row numbers in k (R, n)).
-    If fewer than min_found (R,) scores of a row of q are at most its `bound` (R,), search again for this row,
-    only among the rows of k with scores below the bound."""
+    """Find the n nearest rows of k for each row of q, with n ≥ min_found (R,) if k has as many rows. Return
+    (scores (R, n), row numbers in k (R, n)). If fewer than min_found scores of a row are at most its `bound`
+    (R,), search again for this row: now only among the rows of k with scores below the bound."""
     n = min(len(k), max(TOPK_SLOTS, min_found.max().item()))
     s, columns = similarity_topk(q, k, n, impl=args.impl)
     short = ((s <= bound[:, None]).sum(1) < min_found.clamp(max=len(k))) & (bound >= args.min_score)
@@ -205,8 +205,8 @@ def search(q, k, min_found, bound, args):
 
 
 def write_rows(path, table, negatives, texts):
-    """Write the rows of the table, with their mined negatives (R, N) as further columns, to a file. Rows
-    without negatives are left out. The file appears under its name when it is complete."""
+    """Write a table to a file, with the mined negatives (R, N) as further columns. Leave out rows without
+    negatives. The file is written under a temporary name, and renamed when it is complete."""
     count = len(next(iter(table))[1]) - 2 + negatives.shape[1]
     names = ["negative"] if count == 1 else [f"negative_{i + 1}" for i in range(count)]
     names = ["anchor", "positive", *names]

@@ -13,8 +13,8 @@ args.json in RUN. Further panels:
     score of each layer and pooling              runs of selfguided with --layer-study; RUN may also be a
                                                  FILE.json that --layer-study wrote
 
-Each run is a line. Runs whose folder names differ only in a number at the end, such as out/D-42 and out/D-43,
-share one colour and one entry in the legend, D.
+Each run is a line. Runs whose folder names differ only in a number at the end share a colour and an entry
+in the legend: for out/D-42 and out/D-43, the entry is D.
 This command needs matplotlib. python -m kernels.benchmark --plot plots the time and memory of the kernels.
 """
 import argparse
@@ -26,8 +26,8 @@ from kernels.figures import new_figure, save_figure
 
 from .errors import command, fail
 
-# Axis labels of dev scores. For a run without --metric, plot the first of these that the run has logged:
-# this score selects the best checkpoint, or is the main score of the paper.
+# Axis labels of dev scores. For a run without --metric, plot the first of these scores that the run logged.
+# This score selects the best checkpoint, or is the main score of the paper.
 METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
                  "hits": "held-out hits, %", "accuracy": "dev accuracy, %", "f1": "dev F1 · 100",
                  "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100",
@@ -38,8 +38,8 @@ def read_run(folder):
     """Read (metric, rows) from the folder of a run, or from the FILE.json of a layer study.
 
     metric   the run's --metric, from args.json, or None
-    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss. If there
-             is a layer study, the last row has it under the key "study"
+    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss. A layer
+             study, if there is one, is in the last row, under the key "study"
     """
     if folder.endswith(".json"):
         return None, [{"study": read_study(Path(folder))}]
@@ -128,7 +128,7 @@ def draw_token_similarity(axis, label, metric, rows, colour):
 
 
 def draw_precision_recall(axis, label, metric, rows, colour):
-    """Draw the curve of the checkpoint with the largest area under it, with a point per percent of recall."""
+    """Draw precision at each percent of recall, for the checkpoint with the largest area under this curve."""
     curves, areas = values_of(rows, "dev_curve", "dev_auc")
     curve = curves[areas.index(max(areas))]
     axis.plot([i / 100 for i in range(1, len(curve) + 1)], curve, color=colour, label=label)

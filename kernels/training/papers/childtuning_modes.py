@@ -16,7 +16,7 @@ from ..text.classifier import describe_scores, metric_name
 
 
 def read_run(folder):
-    """Read (mode, labels, scores, {out-of-distribution detector: scores}) from a finished run's folder."""
+    """Return (mode, labels, scores, {detector of out-of-distribution texts: scores}) of a finished run."""
     args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     row = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     scores = {name.removeprefix("dev_"): score for name, score in row.items() if name.startswith("dev_")}
@@ -24,7 +24,7 @@ def read_run(folder):
 
 
 def mean_and_spread(runs, labels):
-    """Return a line: mean ± standard deviation and best value of each score; for one run, its scores."""
+    """Return a text: mean ± standard deviation and best value of each score or, for one run, the scores."""
     if len(runs) == 1:
         return describe_scores(runs[0], labels)
     parts = []

@@ -1,8 +1,8 @@
 """CLINE's triples: a text, a copy in which replaced words keep the meaning ("synonym"), and a copy in which
 replaced words change the meaning ("antonym").
 
-The labels of a copy are [(start, end, code)]: the range of each word in the copy, in characters, and the code
-(CODES) of the kind of replacement that gave the word.
+The labels of a copy are [(start, end, code)]. A label has the range of a word in the copy, in characters, and
+the code (CODES) of the kind of replacement that gave the word. Code 0: the word was not replaced.
 """
 import csv
 import difflib
@@ -29,8 +29,8 @@ CODES = dict(inflected=1, synonym=2, hypernym=3, antonym=4, random=5)          #
 
 
 def load_wordnet(path, args):
-    """Load the database of --wordnet, to replace words of the texts in `path`. Raise UserError if --wordnet
-    is missing, or if --save-triples does not name a new .csv file."""
+    """Load the WordNet database of --wordnet. Raise UserError if --wordnet is missing (`path`, the file of
+    the texts, is for this message), or if --save-triples does not name a new .csv file."""
     if not args.wordnet:
         fail(f"{path}: one column of texts, expected --wordnet with the folder of a WordNet database, for "
              "example /usr/share/wordnet of Debian's package wordnet-base")
@@ -71,9 +71,9 @@ def replace_words(text, words, kinds, rate, wordnet, rng):
     """Replace at most rate · len(words) words of a text, all by replacements of one kind.
 
     words     [(start, end, part of speech)] from tag_words; words with part of speech None are kept
-    kinds     kinds of replacement: a random kind and then those after it are tried, until one replaces a word
+    kinds     kinds of replacement: they are tried in order, from a random one on, until one replaces a word
     rng       a random.Random
-    returns   (new text, labels of all words that could have been replaced)
+    returns   (new text, labels of its words, except those with part of speech None)
     """
     candidates, most = [word for word in words if word[2]], int(rate * len(words))
     rng.shuffle(candidates)
@@ -119,9 +119,8 @@ def format_labels(labels):
 
 
 def read_triple(cells, place):
-    """Make a triple, like those of make_triples, from the 3 or 5 cells of a row.
-
-    A row of 3 cells has only the texts; align_words then finds the labels.
+    """Make a triple (see make_triples) from the 3 or 5 cells of a row. If a row has 3 cells, the texts,
+    align_words finds the labels.
 
     place   where the row is, for error messages
     """
@@ -138,7 +137,7 @@ def read_triple(cells, place):
 
 
 def align_words(original, text):
-    """Return labels of a copy's words: code 0 for words aligned with an equal original word, else code 1."""
+    """Return labels of a copy's words: code 0 if a word is aligned with an equal original word, else 1."""
     words = list(WORD.finditer(text))
     matcher = difflib.SequenceMatcher(None, WORD.findall(original), WORD.findall(text), autojunk=False)
     return [(*words[i].span(), int(kind != "equal"))

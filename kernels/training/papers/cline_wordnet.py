@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..errors import fail
 
-# Function words that WordNet also lists as nouns, verbs, adjectives or adverbs ("he" for helium). With
-# --tagger lexicon, which looks up parts of speech in WordNet, these words are not replaced.
+# Function words that WordNet also lists as nouns, verbs, adjectives or adverbs ("he" for helium). They are
+# not replaced with --tagger lexicon, which looks up parts of speech in WordNet.
 FUNCTION_WORDS = frozenset("""a about above across after all along am an another any are around as at be been
 before behind being below beneath beside besides between beyond both but by can despite did do does doing done
 down each eight either eleven every except few five four had has have having he here hundred i in inside is it
@@ -37,8 +37,8 @@ class WordNet:
     ENDINGS = dict(noun="s- ses-s ves-f xes-x zes-z ches-ch shes-sh men-man ies-y",
                    verb="s- ies-y es-e es- ed-e ed- ing-e ing-", adj="er- est- er-e est-e", adv="")
     # {part of speech: (pattern of lemmas, {ending: pattern of irregular forms})}. A lemma has regular forms
-    # if it matches the first pattern ("news" and "beautiful" do not) or has irregular forms. If one of these
-    # matches an ending's pattern, the ending is not used: "went" matches "[^s]$", so "goed" is left out.
+    # if it has irregular forms or matches the pattern of lemmas ("news" and "beautiful" do not). An ending is
+    # not used if an irregular form matches the ending's pattern: "went" matches "[^s]$", so "goed" is wrong.
     REGULAR_FORMS = dict(noun=("([^s]|[isu]s)$", {"s": ""}),
                    verb=("", {"es": "s$", "ing": "ing$", "ed": "[^s]$"}),
                    adj=("^[^aeiouy]*[aeiouy]+[^aeiouy]+e?$", {"er": "(?<!st)$", "est": "st$"}), adv=("", {}))
@@ -58,7 +58,7 @@ class WordNet:
         self.words = sorted({word for word in words if word.isalpha() and word.islower()})
 
     def check_pointers(self):
-        """Raise UserError if a pointer's target is missing: a file may be truncated after a complete line."""
+        """Raise UserError if a pointer's target is missing, as in a file cut off after a complete line."""
         for (pos, offset), (_, targets) in self.synsets.items():
             for key, number in targets["@"] + targets["!"]:
                 if key not in self.synsets or not 0 <= number <= len(self.synsets[key][0]):
@@ -66,7 +66,7 @@ class WordNet:
                          f"{key[1]:08} in data.{key[0]}, which does not exist; {COPY_AGAIN}")
 
     def read_file(self, name, add, pos):
-        """Call add(line, its byte offset, pos) for each line of a file. *.exc files may be missing."""
+        """Call add(line, byte offset of the line, pos) for each line of a file. A *.exc file is optional."""
         path, offset = self.folder / name, 0
         if not os.path.lexists(path):
             if not name.startswith("data."):
@@ -96,7 +96,7 @@ class WordNet:
         pointers = fields[size + 1 : size + 1 + 4 * int(fields[size])]
         if int(fields[0]) != offset or len(pointers) != 4 * int(fields[size]) or not line.endswith("\n"):
             raise ValueError
-        # hypernyms (@) and antonyms (!): (key of the synset, number of the word in it; 0: the whole synset)
+        # hypernyms (@), antonyms (!): [(key of a synset, number of one of its words, or 0 for all words)]
         targets = {"@": [], "!": []}
         for symbol, other, letter, numbers in zip(*[iter(pointers)] * 4):
             if symbol in targets:
@@ -157,15 +157,15 @@ class WordNet:
         if kind == "hypernym":
             synsets = [self.synsets[key] for _, targets in synsets for key, _ in targets["@"]]
         found = {other for words, _ in synsets for other in words}
-        if kind == "antonym":                                  # antonyms of any word in the synsets
+        if kind == "antonym":                                  # antonyms of the word or of a synonym
             pointers = (pointer for _, targets in synsets for pointer in targets["!"])
             found = {self.synsets[key][0][number - 1] for key, number in pointers if number}
         return sorted(other for other in found if other.lower() not in (word, *lemmas))
 
 
 def inflect(word, ending):
-    """Return the regular form of a word with an ending: "tries" for "try" and "es", "wider" for "wide" and
-    "er"."""
+    """Add an ending to a word by the regular rules: "try" and "es" give "tries", "wide" and "er" give
+    "wider"."""
     if ending == "ing":
         return re.sub("([^eoy])e$", r"\1", word) + ending
     if ending in ("s", "es"):                                  # s: plural noun (photos); es: verb (echoes)
@@ -205,6 +205,6 @@ def tag_words(texts, tagger, wordnet):
         tagged = []
         for word in WORD.finditer(text):
             lower = word.group().lower()
-            is_name = tagged and word.group() != lower         # a capital after word 1: probably a name
+            is_name = tagged and word.group() != lower         # capital letter after word 1: likely a name
             tagged.append((*word.span(), None if is_name else wordnet.part_of_speech(lower)))
         yield tagged

@@ -51,7 +51,7 @@ class LazyEmbedding(torch.nn.Module):
         """Return (vectors, m, v) of the rows after all steps so far, without changing the buffers."""
         vectors, m, v, last = (x[rows] for x in (self.vectors, self.m, self.v, self.last))
         idle, root = torch.where(last > 0, self.done - last, -1), v.sqrt()
-        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # k steps after the gradient
+        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # step last + k of each row
             at = (last + k - 1).clamp(0, self.done - 1)
             rate = torch.where(k <= idle, self.rates[at] * 0.9 ** k, 0)
             vectors -= rate[:, None] * m / (root * (self.scales[at] * 0.999 ** (k / 2))[:, None] + 1e-8)
@@ -124,7 +124,7 @@ def make_records(path, rows, args):
     """
     numbers = {}                                               # title → index
     on_page = {}                                               # page → its entities
-    of_type = {}                                               # type → its entities, in order, as a dict
+    of_type = {}                                               # type → {entity: None}, an ordered set
 
     def number(title):
         return numbers.setdefault(" ".join(title.replace("_", " ").split()), len(numbers))
@@ -142,11 +142,11 @@ def make_records(path, rows, args):
     records = []
     for i, row in enumerate(rows):
         entity = number(row["entity"])
-        candidates, members, excluded, what = (), (), (), ""   # members: to look up candidates
+        candidates, members, excluded, what = (), (), (), ""   # members: the candidates, for fast `in` tests
         if "negatives" in row:
             candidates = members = tuple(dict.fromkeys(map(number, parts(row["negatives"]))))
             excluded, what = (entity,), "hard negatives"
-        elif "type" in row:                                    # a random one of the row's types
+        elif "type" in row:                                    # draw one of the row's types
             kind = rng.choice(parts(row["type"]))
             candidates, members = tuples[kind], of_type[kind]
             excluded = on_page[row.get("page") or row["text"]]

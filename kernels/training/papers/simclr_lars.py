@@ -15,7 +15,7 @@ def make_optimizer(model, lr, args):
     kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
                  adam=torch.optim.Adam)
     weights = [p for p in model.parameters() if p.requires_grad]
-    special, options = set(), {}                               # special: weights with other `options`
+    special, options = set(), {}                               # `special` weights get other `options`
     if args.optimizer in ("nesterov", "adam"):
         norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
         special = {p for part in norms for p in part.parameters()}
@@ -33,8 +33,8 @@ class LARS(torch.optim.Optimizer):
     """SGD with momentum and layer-wise learning rates: the step of a weight matrix w is scaled by
     trust · |w| / |gradient|. Batch norms and biases get unscaled steps, without weight decay (paper).
 
-    trust    the trust coefficient; None: steps are not scaled. A classifier's weights have None (released
-             code): they start at 0, so steps in proportion to their norm would stay small
+    trust    the trust coefficient, or None: steps are not scaled. make_optimizer sets None for a classifier's
+             weights (released code): they start at 0, so steps in proportion to |w| would stay small
     """
 
     def __init__(self, parameters, lr, weight_decay, momentum=0.9, trust=0.001):

@@ -25,7 +25,7 @@ def distillation_loss(logits, teacher_logits, temperature=1.0):
 
 
 def subsample(images, share):
-    """Keep a random share of each class's training images, but at least one. The seed is images.seed."""
+    """Keep a random share of the training images of each class, at least one image. Seed: images.seed."""
     generator, labels = torch.Generator().manual_seed(images.seed), images.train.labels
     kept = []
     for rows in ((labels == label).nonzero()[:, 0] for label in labels.unique()):
@@ -47,8 +47,8 @@ def load_head_layers(name, count):
 class FinetuneOrDistill:
     """The head and the loss of --finetune or --distill.
 
-    teacher    classifier of --distill, whose soft predictions are the targets; None with --finetune: then
-               the labels are the targets
+    teacher    classifier of --distill: its soft predictions are the targets. With --finetune, the teacher is
+               None, and the labels are the targets
     classes    names of the classes
     """
 
@@ -61,8 +61,7 @@ class FinetuneOrDistill:
 
     def make_head(self, width):
         """Return the first --from-layer layers of --model's projection head, followed by a zero-initialised
-        linear layer. The encoder has `width` features.
-        """
+        linear layer. The encoder has `width` features."""
         layers = []
         if self.args.from_layer:
             layers, width = load_head_layers(self.args.model, self.args.from_layer)

@@ -67,8 +67,8 @@ def sentence_pairs(documents, model, args, rng):
 
     Consecutive sentences of a document are collected up to a target length: the maximum or, in a tenth of
     the documents, a random length. A gets a random number of the first sentences, B the remaining sentences.
-    With probability 0.5, or if no sentences remain, B instead comes from another document. Then the next pair
-    starts after A.
+    With probability 0.5, or if no sentences remain, B instead comes from another document. In this case, the
+    next pair starts after A.
 
     returns   shuffled list of (ids (L,), bool (L,): True for tokens of B, whether B is from another document)
     """
@@ -143,8 +143,8 @@ def stream_pairs(count, position, model, args):
     """Yield (pair, position after the pair) endlessly, starting at `position`.
 
     Documents are read in file order, over and over, in buffers of --shuffle-buffer documents. The pairs of
-    a buffer are shuffled. The pairs of a buffer depend only on the seed and on the number and first byte of
-    the buffer. While one buffer is used, a thread prepares the next.
+    a buffer are shuffled. They depend only on the seed and on the number and first byte of the buffer. While
+    one buffer is used, a thread prepares the next.
 
     count      number of documents in the file
     position   [offset of a buffer's first byte, number of the buffer, number of its pairs already used]

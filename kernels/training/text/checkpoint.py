@@ -48,8 +48,8 @@ class SavedSettings:
 
 
 def read_saved_settings(name, flag="--model"):
-    """Read the SavedSettings of a model in a folder or on the hub, if the model has a modules.json or is one
-    of the released supervised SimCSE models. Return None for all other models."""
+    """Read the SavedSettings of a model in a folder or on the hub. Return None if the model has no
+    modules.json and is not one of the released supervised SimCSE models."""
     with loading(f"{flag} {name}: its modules.json, or a folder listed in it"):
         if modules := read_json(name, "modules.json"):
             return read_modules(name, modules)
@@ -74,7 +74,7 @@ def read_modules(name, modules):
         elif kind == "WeightedLayerPooling":
             saved.pooling = read_layer_pooling(name, path, settings)
         elif kind == "Pooling":
-            if saved.pooling not in AVERAGED_LAYERS:           # averaged layers: always mean pooling
+            if saved.pooling not in AVERAGED_LAYERS:           # averaged layers use mean pooling
                 saved.pooling = read_pooling(path, settings)
         elif kind == "Dense":
             layers += read_dense(name, path, settings)
@@ -100,7 +100,7 @@ def read_pooling(path, settings):
     found = [found] if isinstance(found, str) else found or ["mean"]
     if len(found) > 1 or found[0] not in POOLING_NAMES or not settings.get("include_prompt", True):
         raise ValueError(f"{path}: pooling {' and '.join(found)}, expected one of "
-                         f"{', '.join(POOLING_NAMES)}, with include_prompt")
+                         f"{', '.join(POOLING_NAMES)}, with include_prompt true")
     return POOLING_NAMES[found[0]]
 
 
@@ -147,11 +147,11 @@ def save(model, run):
     weights = encoder.state_dict()
     if model.has_pooler:
         weights |= pooler_weights(model)
-    if head_fits_pooler(model):        # so that pooler_output in transformers is the output of the head
+    if head_fits_pooler(model):        # then pooler_output in transformers is the output of the head
         weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside, state_dict=weights)
-        model.tokenizer.padding_side = "right"                 # where SentenceEncoder.batch pads, too
+        model.tokenizer.padding_side = "right"                 # SentenceEncoder.batch pads there
         save_tokenizer(model.tokenizer, aside)
         index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
         for i, (kind, settings, tensors) in enumerate(modules_after_encoder(model, head), 1):
@@ -243,7 +243,7 @@ def load_hint(model, run):
 def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
     """On rank 0, write a model, its tokenizer and a model card into --out, in transformers' format.
 
-    kind, text, load_code   arguments of write_card; text is its `description`
+    kind, text, load_code   arguments of write_card, which calls the text `description`
     more                    tensors to write into further files: {file name: {name: tensor}}
     """
     if run.rank:

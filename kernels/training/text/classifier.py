@@ -202,7 +202,7 @@ def classification_metrics(truth, predicted, labels):
 
 @torch.no_grad()
 def forward_rows(model, rows, forward):
-    """Run forward(model, inputs) on all rows in eval mode. Return its outputs on the CPU, in row order."""
+    """Run forward(model, inputs) on all rows in eval mode. Return the outputs on the CPU, in row order."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # reduces padding
     starts = progress(range(0, len(rows), 128), "evaluating", " batches")
@@ -247,7 +247,7 @@ def metric_name(metric, labels=()):
 def evaluate_and_save(model, rows, args, run):
     """Score the model on the rows of --dev, if given. Save the model, and replace the one saved before."""
     scores = evaluate(model, rows, args) if rows else {}
-    run.should_save(scores)                                    # called to record the scores
+    run.should_save(scores)                                    # only to record the scores
     if scores:
         log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
     if run.rank == 0:

@@ -22,7 +22,7 @@ from .tokens import group_by_length, pad, restore_order, tokenise
 
 def init_linear(linear, config):
     """Initialise a linear layer as BERT does (normal weights, zero bias) and return it."""
-    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))      # XLM calls it init_std
+    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))      # XLM: init_std
     torch.nn.init.normal_(linear.weight, std=std)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
@@ -41,11 +41,11 @@ class SentenceEncoder(torch.nn.Module):
 
     def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
         super().__init__()
-        self.has_pooler = hasattr(encoder, "pooler")           # if so, save() can write a head as the pooler
+        self.has_pooler = hasattr(encoder, "pooler")           # if true, save() can write a head as pooler
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
-        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # a tuple hides it from parameters()
+        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # in a tuple, parameters() omits it
         if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = torch.nn.Identity()               # not None, which SqueezeBERT would call
+            encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
         self.tokenizer, self.pooling = tokenizer, pooling
         self.device, self.bf16 = run.device, run.bf16
         self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
@@ -58,7 +58,7 @@ class SentenceEncoder(torch.nn.Module):
     def batch(self, *views):
         """Group texts of similar length, and pad. Return [(row indices (n,), ids (n, L), mask (n, L))].
 
-        views   one list of texts (token ids) per view. Row indices count on from one view to the next
+        views   one list of texts (token ids) per view. Row indices number all texts, view after view
         """
         flat, padding = [ids for view in views for ids in view], self.tokenizer.pad_token_id or 0
         groups = []
@@ -99,7 +99,7 @@ class SentenceEncoder(torch.nn.Module):
         """
         if self.pooling == "avg_top2":
             hidden = (hidden + layers[-2]) / 2
-        if self.pooling == "avg_first_last":   # layers[0] is the word embeddings
+        if self.pooling == "avg_first_last":   # layers[0] has the word embeddings
             hidden = (hidden + layers[1]) / 2
         if self.pooling.startswith("avg"):     # special tokens count, padding does not
             z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
@@ -153,9 +153,9 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     columns         number of texts in a row of the data
     flag            name of the flag that selects the model, for messages
     texts           texts for the vocabulary of --model scratch; None: the texts of --data
-    returns         a SentenceEncoder with four more attributes: lm (the model around the encoder, or None),
-                    pooler (a tuple of one item: the pretrained pooler as a head, or None), head_origin
-                    ("new", "saved", "pooler" or None), saved_settings (SavedSettings or None)
+    returns         a SentenceEncoder with four more attributes. lm: the model around the encoder, or None.
+                    pooler: a tuple of one item, the pretrained pooler as a head or None. head_origin: "new",
+                    "saved", "pooler" or None (no head). saved_settings: SavedSettings or None
     """
     name, source, evaluating = args.model, f"{flag} {args.model}", getattr(args, "evaluate", False)
     local = Path(name).is_dir() and name != "scratch"
@@ -163,7 +163,7 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     if texts is None and not evaluating:
         texts = iter_texts(args.data)
     loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
-    if not local and name != "scratch":        # after the model, so that only one request fails without a hub
+    if not local and name != "scratch":        # after load_text_model: that fails if the name is unknown
         saved = read_saved_settings(name, flag)
     with loading(source):
         return make_encoder(loaded, tokenizer, saved, args, run, source, (pooling, head, columns))
@@ -227,7 +227,7 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
 
 
 def apply_saved_settings(model, saved, args, columns):
-    """Set the model's prompts, maximum length, case and normalisation. Print what flags override."""
+    """Set prompts, maximum length, case and normalisation. Print the saved settings that flags override."""
     evaluating = getattr(args, "evaluate", False)
     asked, differs = tuple(getattr(args, "prompt", None) or ()), []
     if len(asked) > 1 and len(asked) not in (2, columns) or len(asked) > columns:
@@ -263,10 +263,10 @@ def dropout_attributes(encoder):
 
 
 def set_dropout(encoder, p, name):
-    """Set the dropout probabilities of all modules to p. The config, which is saved, keeps its own. If p > 0
+    """Set the dropout probabilities of all modules to p. The config, which is saved, is not changed. If p > 0
     and the encoder has no dropout, raise UserError with the model's `name`."""
     for part in list(encoder.modules()):
-        for child_name, child in list(part.named_children()):  # ModernBERT has Identity for dropout 0
+        for child_name, child in list(part.named_children()):  # ModernBERT: Identity if its dropout is 0
             if "drop" in child_name and type(child) is torch.nn.Identity:
                 setattr(part, child_name, torch.nn.Dropout(0.0))
     attributes = dropout_attributes(encoder)
@@ -286,6 +286,6 @@ def describe_model(model, args):
         if not model.keep_head:
             text += " (training only)"
     has_dropout = any(getattr(part, name) for part, name in dropout_attributes(model.encoder))
-    if not getattr(args, "evaluate", False) and not has_dropout:       # then both views of a text are equal
+    if not getattr(args, "evaluate", False) and not has_dropout:       # no dropout: both views are equal
         text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

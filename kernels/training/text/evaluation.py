@@ -43,7 +43,7 @@ class Evaluator:
     def evaluate_and_save(self, model, run):
         """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0 for equal embeddings
+        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0: all embeddings are equal
             self.collapsed = True                              # print this note only once
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
@@ -76,26 +76,26 @@ class Evaluator:
                 log(label, f"{np.mean(scores):.2f}  mean")
 
     def test_scores(self, model):
-        """Return {flag: iterator over (score of a file, text to print after the score)}."""
+        """Return {flag: iterator over (score of a file, rest of the line to print)}."""
         return {"test": self.score_pairs(model, self.tests), "transfer": self.score_transfer(model),
                 "cluster": self.score_clusters(model)}
 
     def score_pairs(self, model, files):
-        """Yield (100 · Spearman's ρ, text to print after it) for each of `files`, {path: scored pairs}."""
+        """Yield (100 · Spearman's ρ, rest of the line to print) for each of `files`, {path: scored pairs}."""
         for path, pairs in files.items():
             scores = evaluate(model, pairs, self.args.impl)
             more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
             yield scores["spearman"], f"  {''.join(more)}{path}"
 
     def score_transfer(self, model):
-        """Yield (accuracy of a logistic regression, text to print after it) for each value of --transfer."""
+        """Yield (logistic regression accuracy, rest of the line to print) for each value of --transfer."""
         from ..probes import evaluate_transfer
         for path, parts in self.transfers.items():
             accuracy, strengths = evaluate_transfer(model, *parts, self.args.seed)
             yield accuracy, f"  C {' '.join(f'{c:g}' for c in strengths)}  {path}"
 
     def score_clusters(self, model):
-        """Yield (mean V-measure of k-means, text to print after it) for each file of --cluster."""
+        """Yield (mean V-measure of k-means, rest of the line to print) for each file of --cluster."""
         from ..probes import evaluate_clusters
         for path, data in self.clusters.items():
             runs = np.array(evaluate_clusters(model, data, self.args.seed))

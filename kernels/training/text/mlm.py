@@ -48,7 +48,7 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
     if not len(hidden):
         return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     weight = decoder.weight
-    if decoder.bias is not None:               # append the bias as a feature; 15 zeros keep rows aligned
+    if decoder.bias is not None:               # append bias and 15 zeros: H + 16 features keep rows aligned
         hidden = torch.cat([hidden, F.pad(torch.ones_like(hidden[:, :1]), (0, 15))], 1)
         weight = torch.cat([weight, F.pad(decoder.bias[:, None], (0, 15))], 1)
     return linear_cross_entropy(hidden, weight, targets, impl=impl)
@@ -73,8 +73,8 @@ def masked_lm_loss(model, batch, impl="auto", protected=None):
 def embed_masked(model, group, impl, protected=None):
     """Mask tokens in one group of a batch (SentenceEncoder.batch), and run the encoder and the MLM head.
 
-    protected   function from ids (n, L) to bool (n, L), True for tokens to keep; None: only special tokens
-    returns     (embeddings (n, H), (1, 2): sum of the chosen tokens' cross entropies, number of these tokens)
+    protected   function from ids (n, L) to bool (n, L), True for tokens not to mask besides special ones
+    returns     (embeddings (n, H), float (1, 2): sum of the chosen tokens' cross entropies, and their number)
     """
     _, ids, mask, *_ = group
     special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # also padding

@@ -69,7 +69,7 @@ def scratch_tokenizer(texts):
     words, normalise, split = Counter(), BertNormalizer().normalize_str, BertPreTokenizer().pre_tokenize_str
     for text in texts:
         words.update(word for word, _ in split(normalise(text)))
-    # not trained by the package tokenizers, which breaks ties differently in every process
+    # The package tokenizers could train a vocabulary, but it breaks ties differently in every process.
     letters = sorted(set("".join(words)))
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
     pieces += [word for word, times in words.most_common(8000) if times > 1 and len(word) > 1]
