@@ -28,7 +28,7 @@ plain AdamW, depending on the model. In general, mode D is at least as good as m
 are those of --form code, with --reserve-p 0.2 for CoLA and STS-B, 0.3 for RTE, and for MRPC 0.4 (mode F) or
 0.1 (mode D). The score of a run is the score after its last step, as in the released code.
 
---form code uses dropout for the Fisher information, and changes the defaults of --fisher-batch-size,
+--form code computes the Fisher information with dropout, and changes the defaults of --fisher-batch-size,
 --fisher-clip, --child-filter and --warmup-ratio. Departures from the released code: all processes share the
 masks and the Fisher information, and a step whose gradient is not finite is skipped.
 """
@@ -78,7 +78,7 @@ def make_parser():
         help="norm to which Fisher gradients are clipped; 0: off; default 0 (paper), or 1 with --form code")
     add("--child-filter",
         help="mode D masks only weights whose names contain NAME, and trains the others in full; default all "
-             "but the head, or layer with --form code")
+             "weights but the head's; with --form code, NAME is layer")
     add("--warmup-ratio", group="training", type=ratio,
         help="fraction of the steps for warm-up; default 0.1 (paper), or 0 for F and D with --form code")
     return parser
@@ -88,7 +88,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return the rows [(texts, label)] of a file. Set the defaults that depend on --model or --form."""
+    """Return the rows [(texts, label)] of a file, and set the flags whose defaults depend on other flags."""
     fill_defaults(args, (SCRATCH if args.model == "scratch" else RELEASED) | FISHER[args.form])
     if not 0 < args.reserve_p <= 1:
         fail(f"--reserve-p {args.reserve_p}: expected a number above 0 and at most 1")
@@ -111,8 +111,8 @@ def build_model(args, run):
 
 
 def child_gradients(gradients, masks, mode, p):
-    """Return the child network's gradients, a list: g ⊙ M / p in mode F, g ⊙ M in mode D. Where M is 0, the
-    result is 0, even if g is NaN. Where a mask in the list is None, g is returned unchanged."""
+    """Return the list of the child network's gradients: g ⊙ M / p in mode F, g ⊙ M in mode D. Where M is 0,
+    the result is 0, even if g is NaN. If a mask in the list is None, its g is returned unchanged."""
     scale = 1 / p if mode == "F" else 1
     return [g if M is None else torch.where(M, g, 0) * scale for g, M in zip(gradients, masks)]
 
@@ -166,7 +166,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         return loss
 
     def update(self, weights, group):
-        """Apply the update in the docstring of the class to the weights of one parameter group."""
+        """Apply the formulas in the docstring of the class to the weights of one parameter group."""
         lr, (beta1, beta2) = group["lr"], group["betas"]
         for w in weights:
             if not self.state[w]:
@@ -224,11 +224,11 @@ def sample_mask(w, p, generator):
 
 
 def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter=None):
-    """Return the masks of mode D: True for the fraction reserve_p of the weights with the largest F.
+    """Return mode D's masks: True for the fraction reserve_p of weights with largest Fisher information F.
 
-    batches, loss, max_grad_norm, name_filter    as in fisher_information, which computes F
-    returns    ({name of a weight: mask F ≥ threshold}, threshold). The threshold is the percentile
-               100 (1 − reserve_p) of all values of F. With threshold 0, all masks are True (released code)
+    batches, loss, max_grad_norm, name_filter    arguments of fisher_information, which computes F
+    returns    ({name of a weight: mask, True where F ≥ threshold}, threshold). The threshold is percentile
+               100 (1 − reserve_p) of all values of F. If it is 0, all masks are True (released code)
     """
     if not 0 < reserve_p <= 1:
         raise ValueError(f"reserve_p: found {reserve_p}, expected a number in (0, 1]")
@@ -264,7 +264,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     used, skipped = 0, 0
     for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
-        gradients = [gradient.detach().to(fisher[name].dtype)  # in torch 2.9, filled-in zeros require grad
+        gradients = [gradient.detach().to(fisher[name].dtype)  # in torch 2.9, zeros of unused w require grad
                      for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
         if not torch.stack(norms).isfinite().all():
@@ -290,7 +290,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
 
 
 def find_child(model, rows, args):
-    """Return {weight: mask} of mode D. Only --form code uses dropout for the Fisher information."""
+    """Return {weight: mask} of mode D. Only --form code computes the Fisher information with dropout."""
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.randperm(len(rows), generator=generator)[: args.fisher_samples]
     batches = [part.tolist() for part in order.split(args.fisher_batch_size)]
@@ -376,7 +376,7 @@ def main(argv=None):
             optimizer.step()
         else:
             run.extra_state["skipped"] += 1
-            values = logged                                    # of the last step that was not skipped
+            values = logged                                    # those of the last step that was not skipped
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
         logged = run.values

@@ -34,9 +34,9 @@ for --form code.
 Departures from the released code, for both values of --form:
 - The released code cuts the joined texts into blocks of 254 tokens; this script takes each row as one text.
 - The released code puts one space between any two words; this script keeps the spaces as they are.
-- The released code inflects words with lemminflect, this script with WordNet's irregular forms and rules.
+- The released code inflects words with lemminflect; this script uses WordNet's irregular forms and rules.
 - The released code keeps rows in which a copy equals the original; this script skips them.
-- The released code averages losses over the tokens of each GPU; this script over the tokens of all GPUs.
+- The released code averages losses over the tokens of each GPU; this script averages over those of all GPUs.
 - The released script starts from random weights; this script starts from --model.
 --form code follows the released code in all other points:
     vector of a text    tanh(W h + b) instead of h
@@ -96,7 +96,7 @@ def make_parser():
     return parser
 
 
-# Values of flags that are not on the command line. With --model scratch, SCRATCH replaces those of --form.
+# Values of flags that are not on the command line. For --model scratch, SCRATCH overrides FORMS.
 # length: number of steps. warmup_part: a run of n steps has n // warmup_part steps of warm-up.
 FORMS = {"paper": dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, length=30_000, lr=1e-4,
                        max_length=512, warmup_part=60, eps=1e-8),
@@ -109,7 +109,7 @@ SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
 
 
 def load_data(path, args):
-    """Return (texts, WordNet) if --data has one column, else (triples, None). Also set defaults of flags."""
+    """Return (texts, WordNet) for one column, else (triples, None). Set the flags that were not given."""
     header, table = read_table(path, lambda cells: empty_cell(cells[:3]), roles=ROLES, columns=args.columns)
     place, cells = next(iter(table))
     if len(cells) not in (1, 3, 5):
@@ -128,9 +128,9 @@ def load_data(path, args):
 def make_batch(rows, model):
     """Divide the texts of rows (from tokenise_triples) into groups of similar length, and pad each group.
 
-    Return [(places (n,), ids, mask, labels, targets (n, L))]. places are indices into the list [*originals,
-    *synonym texts, *antonym texts]. labels: RTD's class of each token, −100 if it does not count. targets:
-    the original ids of masked tokens, −100 for other tokens. Only originals are masked, and only in training.
+    Return [(places (n,), ids, mask, labels, targets (n, L))], one entry per group of n texts. places index
+    [*originals, *synonym texts, *antonym texts]. labels: RTD's class of each token, −100 if RTD ignores it.
+    targets: original ids of masked tokens, else −100. Only originals are masked, and only in training.
     """
     originals, synonyms, antonyms, synonym_labels, antonym_labels, _ = zip(*rows)
     texts = [*originals, *synonyms, *antonyms]
@@ -154,7 +154,7 @@ def make_batch(rows, model):
 
 
 def build_model(args, run):
-    """Return the encoder with heads for MLM and RTD, and the s_i. --form code adds a layer tanh(W h + b)."""
+    """Return the encoder with MLM and RTD heads and the s_i of L. --form code adds a layer tanh(W h + b)."""
     model = build_encoder(args, run, "cls", "keep" if args.form == "code" else None, AutoModelForMaskedLM)
     config, size = model.encoder.config, model.encoder.config.hidden_size
     model.rtd = torch.nn.Linear(size, 1, bias=False)
@@ -200,7 +200,7 @@ def replaced_token_loss(logits, labels, form="paper"):
     source      Wang et al. 2021, L_RTD; kandorm/CLINE
     """
     checks.check_choice("form", form, "paper", "code")
-    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2         # any number of dimensions
+    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2         # (rows, L) or any other shape
     letters = " ".join("abcdefgh"[:dimensions])
     shape = f"{letters} three" if form == "code" else letters
     check_rows(labels=(labels, letters, int), logits=(logits, shape), three=3)
@@ -222,7 +222,7 @@ def total_loss(losses, log_variances, share=1.0):
 
     losses          L_i: a sequence or tensor of T scalars (in this script L_MLM, L_RTD, L_CTS)
     log_variances   s_i: T scalar tensors, or one (T,). At s = 0, max(s, 0) has derivative 1 (released code)
-    share           factor of max(s_i, 0). On several ranks: the fraction of the batch that this rank has
+    share           factor of max(s_i, 0). On several ranks, pass the fraction of the batch that this rank has
     returns         scalar, differentiable in losses and log_variances
     source          kandorm/CLINE
     """
@@ -248,10 +248,10 @@ def compute_loss(model, batch, rows, args):
 
 
 def encode(model, batch):
-    """Encode a batch from make_batch. Return the inputs of the three losses, all float tensors in float32.
+    """Encode a batch from make_batch. Return the inputs of the three losses; float tensors are float32.
 
-    returns   vectors (3 · rows, H) of [*originals, *synonym texts, *antonym texts]; logits and classes of RTD
-              for the tokens that count; inputs of MLM's decoder for the masked tokens, and their ids
+    returns   vectors (3 · rows, H) of [*originals, *synonym texts, *antonym texts]; RTD's logits and labels
+              where labels are not −100; the MLM decoder's inputs at masked tokens, and their original ids
     """
     vectors, logits, states = [], [], []
     for _, ids, mask, labels, targets in batch:
@@ -267,7 +267,7 @@ def encode(model, batch):
 
 
 def scale_to_global_means(means, counts):
-    """Multiply means by this rank's shares of the counts, so that sums over ranks are global means."""
+    """Multiply each mean by this rank's share of its count. The sum over all ranks is the global mean."""
     own = torch.tensor(counts, dtype=torch.float32, device=means[0].device)
     total = own.clone()
     if dist.is_initialized():
@@ -303,7 +303,7 @@ def evaluate_triples(model, rows, args):
 
 
 def evaluate_and_save(model, held_out, run, args):
-    """Score the held-out rows. Save the model whatever the scores are: the last model is kept (paper)."""
+    """Score the held-out rows, and save the model. The last model is kept, not the best one (paper)."""
     scores = evaluate_triples(model, held_out, args) if held_out else {}
     if run.should_save(scores):
         save(model, run)
@@ -334,7 +334,7 @@ def split_held_out(tokens, args):
 
 
 def make_optimizer(model, args):
-    """Return AdamW with weight decay for matrices only, not for biases, layer norms and the s_i."""
+    """Return AdamW with weight decay for matrices only, not for biases, layer norms and the numbers s_i."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim <= 1]
     groups = [dict(params=matrices, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
@@ -349,7 +349,7 @@ def main(argv=None):
     model = build_model(args, run)
     if wordnet:
         triples = make_triples(triples, wordnet, args)
-    args.max_length = min(args.max_length, model.max_length)  # --evaluate does not check it
+    args.max_length = min(args.max_length, model.max_length)  # not checked before with --evaluate
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:
         return run_evaluation(model, tokens, args)

@@ -37,7 +37,7 @@ Departures from the released code:
   - The released code's threshold for the guide's cosine is 20 φ τ (φ if τ = 0.05); this script's is φ.
   - The released code selects the checkpoint on STS-B and SICK-R; this script selects by the --dev score.
 --form code follows the released code in three other points:
-  - The loss is the mean over anchors i and keys j of −log q_ii for j = i and −log(1 − q_ij) for j ≠ i. Keys
+  - The loss is the mean over anchors i and keys j of −log q_ij if j = i, else of −log(1 − q_ij). The keys
     are all positives and noise vectors, q_i is the softmax of w_ij s_ij over j, and s_ij is s(z1_i, key j).
   - The noise maximises Σ_i log( Σ_k exp(cos(z1_i, n_k) / τ_u) + Σ_j exp(cos(z1_i, z2_j) / τ_u) ).
   - The head has two layers: the pretrained pooler and a new layer.
@@ -132,8 +132,8 @@ def build_model(args, run):
 
 
 def build_guide(args, run):
-    """Return the guide, frozen and in eval mode. The settings in its checkpoint choose the pooling. Without
-    such settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
+    """Return the guide, frozen and in eval mode. If its checkpoint has settings, they choose the
+    pooling. Else the embedding is the output of the pretrained pooler, if there is one (released code)."""
     guide_args = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(guide_args, run, flag="--guide")
     if guide.saved_settings is None and guide.pooler[0] is not None:
@@ -188,9 +188,9 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     z1, z2     (N, D) anchors and (M, D) positives of any norm and float type; they get no gradient
     noise      (K, D) starting points, for example from torch.randn; K may be 0
     step_size  β, length of one step. A row with gradient 0 does not move (in the released code it becomes 0)
-    form       "paper": maximises Σ_i log Σ_k exp(cos(z1_i, n_k) / τ) | "code": Σ_k also has all z2_j
-    all_reduce None on one rank; on several ranks torch.distributed.all_reduce. In this case z1 has the
-               anchors of this rank, z2 the positives of all ranks, and all ranks must pass equal noise
+    form       "paper": maximises Σ_i log Σ_k exp(cos(z1_i, n_k) / τ) | "code": Σ_k runs over all z2_j, too
+    all_reduce None on one rank; torch.distributed.all_reduce on several ranks. With several ranks, z1 has
+               the anchors of this rank, z2 the positives of all ranks, and all ranks must pass equal noise
     source     Zhou et al. 2022, noise-based negatives
     """
     check_rows(z1=(z1, "N D"), z2=(z2, "N D" if all_reduce is None else "m D"), noise=(noise, "k D"))
@@ -211,7 +211,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
             gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
         if all_reduce is not None:
             all_reduce(gradient)
-        largest = gradient.abs().amax(1, keepdim=True)         # so that squares do not underflow
+        largest = gradient.abs().amax(1, keepdim=True)         # dividing by it avoids underflow of squares
         noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
     return noise.detach()
 
@@ -256,10 +256,10 @@ def instance_weights(f1, f2, phi, *, offset=0):
 
 
 def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
-    """Return the released code's loss, the mean over i and j of −log q_ii (j = i) or −log(1 − q_ij) (j ≠ i).
+    """Return the released code's loss, the mean over i and j of −log q_ij if j = i, else of −log(1 − q_ij).
 
     q_i is the softmax of w_ij s_ij over keys j. A weight of 0 makes a logit 0: its key adds exp(0) = 1 to the
-    denominator. 1 − q of the largest negative is computed as the sum of all other q, as q may round to 1.
+    denominator. The q of the largest negative may round to 1, so 1 − q is computed as the sum of the other q.
     """
     def block(z1, keys, start, end):                           # sum over anchors start..end and all keys
         s = z1 @ keys.T / temperature
@@ -269,7 +269,7 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
         lse = s.logsumexp(1)
         lse_negatives = s.scatter(1, own, -torch.inf).logsumexp(1)
         lse_but_hardest = s.scatter(1, hardest, -torch.inf).logsumexp(1)
-        others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)  # q of other keys
+        others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)  # q of other negatives
         # −log(1 − q) of the largest negative, −log q of the positive, −log(1 − q) of the other negatives
         return (lse - lse_but_hardest - F.logsigmoid(s.gather(1, own)[:, 0] - lse_negatives)
                 - torch.log1p(-others).sum(1)).sum()

@@ -27,7 +27,7 @@ Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns 
     positive_entity (entity)         required
     negative_entity                  candidates for hard negatives: a JSON list, or titles separated by |
     entity_type                      types of the entity, separated by |; only read without negative_entity:
-                                     candidates are entities of a random one of these types, not on the page
+                                     candidates are the entities of one random type that are not on the page
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
 the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
@@ -86,7 +86,7 @@ def make_parser():
     add("--equal-entities", choices=("mask", "keep"),
         help="mask or keep negatives that are the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
-        help="divide the batch into groups of this many rows; a sentence's negatives are in its group; "
+        help="divide the batch into groups of this many rows; a sentence's negatives come from its group; "
              "default the whole batch, 8 with --form code")
     add("--entity-vectors", group="model", reads="vectors",
         help="initial entity vectors E: a text file of Wikipedia2Vec, also .gz or .bz2; default random")
@@ -115,7 +115,7 @@ COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "ent
 
 
 def load_data(path, args):
-    """Return sentences [(place, (text,))] and the results of make_records. Fill in the defaults of flags."""
+    """Return sentences [(place, (text,))] and make_records' results. Set the flags that were not given."""
     header, table = read_table(path, join=True)
     names = [normalise_name(name) for name in header or []]
     column_of = {kind: names.index(normalise_name(name)) for name, kind in COLUMNS.items()
@@ -204,10 +204,10 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     temperature  τ, by which the cosine is divided
     hard_logit   w, at most 80; it is added only to the logits of a sentence's own hard negatives
     entity_ids   (M,) integer ids of the entities. Vectors that have the id of a sentence's own entity are
-                 not negatives of this sentence. None: all vectors but its own are negatives
+                 not negatives of this sentence. None: all vectors but row offset + i are negatives
     hard_ids     (M, m) ids of the hard negatives, read only if entity_ids is given. A hard negative must not
                  have the id of its sentence's entity
-    offset       index of this rank's first row in entity, hard and ids, which have the rows of all ranks
+    offset       row of entity, hard, entity_ids and hard_ids that belongs to this rank's first sentence
     returns      scalar, float32 (float64 for float64 input); 0 for one sentence without hard negatives
     source       Nishikawa et al. 2022, the entity contrastive objective
     """

@@ -39,7 +39,7 @@ Departures from the released code:
 - The released code needs several GPUs; this script also runs on one.
 - The released code blurs with three box filters (Pillow); this script blurs with a Gaussian.
 - The authors' demo computes kNN on outputs of the projection head; this script uses the encoder's features.
-- In the authors' demo, a batch-norm part has every 8th image; in this script, it has consecutive images.
+- In the authors' demo, each batch-norm part has every 8th image; this script's parts are consecutive images.
 - In the cosine schedule, the authors' CIFAR-10 demo counts epochs from 1; this script counts from 0.
 """
 import copy
@@ -112,7 +112,7 @@ def make_parser():
         help="number of parts of the global batch with separate batch-norm statistics; default 8 (paper)")
     add("--memory-bank", action="store_true",
         help="store one vector per image, not a queue, and use the defaults of Wu et al.; --queue-size is "
-             "then the number of negatives, and --momentum that of the stored vectors")
+             "then the number of negatives, and --momentum the momentum of the stored vectors")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
     return parser
 
@@ -139,7 +139,7 @@ def load_data(path, args):
         fail(f"--bn-splits {args.bn_splits}: expected a divisor of --batch-size, which is {args.batch_size}")
     part = args.batch_size // args.bn_splits
     if part < 2:
-        fail(f"--bn-splits {args.bn_splits}: each part has 1 image, expected at least 2; lower the number")
+        fail(f"--bn-splits {args.bn_splits}: each part has 1 image, expected at least 2; lower --bn-splits")
     if args.chunk_size and args.chunk_size % part:
         fail(f"--chunk-size {args.chunk_size}: expected a multiple of {part} (--batch-size / --bn-splits)")
     log("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {images.describe()}")
@@ -236,10 +236,9 @@ def update_key_encoder(key_encoder, query_encoder, momentum):
 
 @torch.no_grad()
 def enqueue(queue, pointer, keys):
-    """Write keys (N, D) over the oldest keys in queue (K, D), from row `pointer` on; return the new pointer.
-
-    The queue is a ring buffer, changed in place, so call enqueue after backward. Raises ValueError if N > K.
-    """
+    """Write keys (N, D) over the oldest keys in queue (K, D), a ring buffer, from row `pointer` on. Return
+    the new pointer. Raise ValueError if N > K. The queue changes in place, so call enqueue after the backward
+    pass, which needs the old keys."""
     check_rows(queue=(queue, "K D"), keys=(keys, "n D"))
     checks.check_integer("pointer", pointer, 0, len(queue) - 1)
     if len(keys) > len(queue):
@@ -250,8 +249,8 @@ def enqueue(queue, pointer, keys):
 
 @torch.no_grad()
 def encode_keys(model, views, rows):
-    """Return the unit keys (rows, D) of all ranks, from this rank's views (n, 3, S, S). All ranks' views are
-    shuffled first, so that a key shares its batch-norm part with other images than its query does."""
+    """Return the unit keys (rows, D) of all ranks, from this rank's views (n, 3, S, S). The views of all
+    ranks are shuffled first: the batch-norm part of a key then has other images than that of its query."""
     views = gather_rows(views, rows)
     order = torch.randperm(rows, device=views.device)
     if dist.is_initialized():

@@ -4,8 +4,8 @@
 A pretrained encoder is its own teacher. There are two copies of it: T is tuned, except for its embedding
 layer, and F stays fixed. View h_ik of sentence i is the output of layer k of F, pooled over tokens. Training
 pulls T's [CLS] vector c_i of sentence i towards the views of this sentence, and pushes it away from the views
-of other sentences. All vectors pass through one projection head, which is dropped after training. θ_T and θ_F
-are the weights of T and F, λ is the weight of a regulariser, τ the temperature, φ(u, v) = exp(cos(u, v) / τ):
+of other sentences. All vectors go through a projection head, which is dropped after training. θ_T and θ_F are
+the weights of T and F, λ is the weight of a regulariser, τ is the temperature, φ(u, v) = exp(cos(u, v) / τ):
 
     L = mean over i, k of −log( φ(c_i, h_ik) / ( φ(c_i, h_ik) + Σ_{j≠i} Σ_n φ(c_i, h_jn) ) ) + λ ‖θ_T − θ_F‖²
 
@@ -20,8 +20,8 @@ This is --objective opt3. The other objectives use one view h_i per sentence, fr
 
 Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file with one sentence per
 cell. The script reads --columns, or else sentence1 and sentence2, or else all columns that are not numeric.
-A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B, also
-on its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
+A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B,
+including its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
 the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
 
@@ -76,7 +76,7 @@ def make_parser():
         batch_size=(16, "16 (paper)"), epochs=(1, "1 (paper)"),
         lr=(5e-5, "5e-5 (paper); linear warm-up over a tenth of the steps, then linear decay to 0"))
     add("--objective", choices=OBJECTIVES, default="opt3",
-        help="loss to train with, see above; default opt3 (paper)")
+        help="loss to train with (see above); default opt3 (paper)")
     add("--layers", type=at_least(0, int), nargs="+",
         help="layers of F whose outputs are views; 0: the embedding layer; default all (paper)")
     add("--view-pooling", choices=("max", "mean", "sum"),
@@ -154,7 +154,7 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
 
     c            (B, D) [CLS] vectors of any norm and float type, after the projection head
     h            (B, D) or (B, L, D) views, one or L per sentence, after the projection head; L > 1: opt3 only
-    objective    "base"  anchors c_i and h_i, each other's positives, negatives c_j and h_j, j ≠ i (NT-Xent)
+    objective    "base"  anchors c_i (positive h_i) and h_i (positive c_i), negatives c_j and h_j, j ≠ i
                  "opt1"  anchors c_i, positives h_i, negatives c_j and h_j
                  "opt2"  anchors c_i, positives h_i, negatives h_j
                  "opt3"  anchors c_i, positives h_ik of the layers k, negatives h_jn of all layers n
@@ -178,7 +178,7 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
         all_c, all_h = c, h
     else:
         all_c, all_h = [unit_rows(z) for z in gathered]
-    sentences = torch.arange(len(all_c), device=c.device)      # ids; keys with the anchor's id are excluded
+    sentences = torch.arange(len(all_c), device=c.device)      # ids; keys with the anchor's id are left out
     anchors, anchor_ids = c, torch.arange(len(c), device=c.device) + offset
     keys, key_ids = all_h.flatten(0, -2), sentences.repeat_interleave(h.shape[1])
     if objective in ("base", "opt1"):
@@ -205,8 +205,8 @@ def add_regulariser_gradient(model, fixed, args):
 
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the contrastive loss of a global batch of `rows` rows, and the values to
-    log. batch: (tokens, views) of this rank's rows, from model.batch and layer_views. The loss is without the
-    regulariser, whose gradient add_regulariser_gradient adds after the backward pass."""
+    log. batch: (tokens, views) of this rank's rows, from model.batch and layer_views. The regulariser is
+    not in this loss: add_regulariser_gradient adds its gradient after the backward pass."""
     tokens, views = batch
     if args.objective != "opt3":                               # sample one layer for each sentence
         layer = torch.randint(views.shape[1], (len(views), 1, 1), device=views.device)
@@ -258,7 +258,7 @@ def main(argv=None):
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
-        # every rank adds the whole gradient, but logs a share of the distance: the log sums over ranks
+        # every rank adds the whole gradient, but logs a share of the distance: logs are sums over ranks
         values["distance"] = add_regulariser_gradient(model, fixed, args) * (len(own) / len(picked))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -131,11 +131,11 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2; None: no hard negatives
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
     offset                row of z2, z3 and ids that belongs to this rank's first anchor
-    ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives with the text
-                          of the anchor's positive are left out of the loss; None: none are left out
-    anchor_ids            (M,) integers that identify the anchors' texts, used only with ids. Negatives with
-                          the text of the anchor, or of a positive of an equal anchor, are left out, too
-    returns               scalar: float64 for float64 inputs, else float32; 0 for an anchor without negatives
+    ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives whose text is
+                          that of the anchor's positive are left out. None: all negatives are used
+    anchor_ids            (M,) integers that identify the anchors' texts, used only with ids. They also leave
+                          out negatives whose text is the anchor or a positive of another row with this anchor
+    returns               scalar: float64 for float64 inputs, else float32; an anchor without negatives adds 0
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
     equal_texts.check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids)
@@ -150,7 +150,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
     negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
     positive = (z1 * z2[local]).sum(1) / temperature
-    for z in hard:                                             # the paper has n = 1
+    for z in hard:                                             # the paper has one hard negative per anchor
         own = hard_negative_weight + (z1 * z[local]).sum(1) / temperature
         negatives = torch.logaddexp(torch.logaddexp(negatives, own), similarity_lse(z1, z, **others))
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive

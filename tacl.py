@@ -17,8 +17,8 @@ masked positions, j runs over all positions of the sequence of i, and sim is the
 Data (--data, --dev): one sentence per line, a blank line between documents. The first two commands make
 such files. An evaluation on --dev reports the three losses and two other scores:
     accuracy            percentage of masked positions i where t_i is the teacher's vector nearest to s_i
-    token similarity    mean cosine of two tokens of a sentence. Each layer has two means: one over sentences,
-                        without [CLS] and [SEP]; one over token pairs, with [CLS] and [SEP] (released code)
+    token similarity    mean cosine of two tokens of a sentence, for each layer: once without [CLS] and [SEP],
+                        as a mean over sentences, and once with them, over all token pairs (released code)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
 The published results are those of bert-base-uncased before → after TaCL's training on English Wikipedia.
@@ -86,7 +86,7 @@ def make_parser():
     add("--grad-accum", group="training", type=at_least(1, int), default=1,
         help="number of micro-batches that each batch is split into; default 1")
     add("--dev-pairs", group="evaluation", type=at_least(1, int), default=1000,
-        help="number of --dev pairs for the losses, and of its sentences for token similarity; default 1000")
+        help="number of --dev pairs for the losses and of --dev sentences for token similarity; default 1000")
     return parser
 
 
@@ -99,10 +99,10 @@ SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
 
 def load_data(path, args):
-    """Check a file, fill in flag defaults, and return the number of documents of two or more sentences."""
+    """Return the number of documents with two or more sentences. Set the flags that were not given."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
     if args.max_length < 5:
-        fail(f"--max-length {args.max_length}: expected at least 5: [CLS], two [SEP], a token per sentence")
+        fail(f"--max-length {args.max_length}: expected at least 5 ([CLS], two [SEP], a token per sentence)")
     bar = progress(corpus.read_documents(path), path)
     sizes = Counter(min(len(sentences), 2) for sentences, _ in bar)
     if sizes[2] < 2:
@@ -137,7 +137,7 @@ def make_batch(rows, model, args):
 
 
 def mean_weights(rows):
-    """Return (1 / number of masked tokens, 1 / number of pairs), the weights in means over these rows."""
+    """Return the weights of means over the rows: (1 / number of masked tokens, 1 / number of pairs)."""
     tokens = sum(int(is_masked.sum()) for *_, is_masked in rows)
     return 1 / max(1, tokens), 1 / len(rows)
 
@@ -148,7 +148,7 @@ def build_model(args, run):
     model.device, model.bf16 = run.device, run.bf16
     model.lm, model.tokenizer, model.missing_heads = load_pretraining_model("--model", args.model, args)
     model.encoder, width = model.lm.base_model, model.lm.config.hidden_size
-    model.nsp = None                                           # None: lm has a next-sentence head
+    model.nsp = None                                           # None: the next-sentence head of lm is used
     if not hasattr(getattr(model.lm, "cls", None), "seq_relationship"):
         layers = torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
         model.nsp = torch.nn.Sequential(*layers).apply(model.lm._init_weights)
@@ -199,8 +199,8 @@ def load_pretraining_model(flag, name, args):
 
 def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, form="paper", *,
               similarity="cosine", impl="auto"):
-    """Return the contrastive loss: the mean over all masked positions i of the cross entropy of finding t_i,
-    by its similarity to s_i, among the teacher's vectors t_j of the same sequence.
+    """Return the contrastive loss: at each masked position i, find t_i by its similarity to s_i among all of
+    the teacher's vectors t_j of the sequence. The loss is the mean cross entropy over the positions i.
 
     student, teacher   (B, L, D) hidden states s and t, any float type. The student reads the masked text. A
                        zero vector has cosine 0 with all vectors. The teacher gets no gradient
@@ -228,8 +228,8 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
 def pack_tokens(student, teacher, masked, attention_mask, form, similarity):
     """Select queries (the student's masked tokens) and keys (the teacher's tokens) for tacl_loss.
 
-    returns   queries (N, D); keys (M, D), with padding only for form "code"; groups: (sequence number of each
-              query (N,), of each key (M,)); index of each query's positive among the keys (N,)
+    returns   queries (N, D); keys (M, D), including padding only for form "code"; groups: sequence numbers of
+              the queries (N,) and of the keys (M,); own (N,): index in keys of each query's positive
     """
     check_rows(masked=(masked, "B L", bool, int, float), student=(student, "B L D"),
                teacher=(teacher, "B L D"), attention_mask=(attention_mask, "B L", bool, int, float, None))
@@ -283,8 +283,8 @@ def compute_loss(model, micro_batch, weights, args, teacher):
 
 
 def forward_student(model, masked_ids, segments, real, is_masked):
-    """Run the student. Return its last hidden states (n, L, H) float32, the inputs of its decoder at masked
-    tokens, and next-sentence logits (n, 2). The decoder is skipped; decoder_loss applies it later."""
+    """Run the student. Return its last hidden states (n, L, H) float32, the masked-LM decoder's inputs at
+    masked tokens, and next-sentence logits (n, 2). The decoder does not run here: decoder_loss applies it."""
     decoder_inputs = []
 
     def take_inputs(_, inputs):
@@ -308,7 +308,7 @@ def run_encoder(model, ids, segments, real, layers=True):
 
 
 def load_dev(path, documents, model, args):
-    """Return the sentence pairs and the sentences of a file as rows for make_batch. In the rows of sentences,
+    """Return rows for make_batch, two lists: sentence pairs and single sentences of a file. For sentences,
     is_masked marks all tokens except [CLS] and [SEP]. documents: number of documents in the file."""
     rng = random.Random(f"{args.seed} dev")
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
@@ -323,7 +323,7 @@ def load_dev(path, documents, model, args):
 
 
 def token_similarity(hidden, mask):
-    """Return the mean cosine of two different tokens of each sequence, (B,); NaN for fewer than two tokens.
+    """Return (B,), the mean cosine of two different tokens of each sequence; NaN for fewer than two tokens.
     hidden: (B, L, D) vectors of the tokens; mask: (B, L) bool, True for the tokens that count."""
     # Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|², which needs no (L, L) similarities
     unit = F.normalize(hidden, dim=2, eps=1e-8) * mask[:, :, None]
@@ -342,7 +342,7 @@ def evaluate(model, dev, args, teacher):
         for micro_batch in make_batch(rows[i : i + 32], model, args):
             _, values = compute_loss(model, micro_batch, weights, args, teacher)
             totals.update({name: value.item() for name, value in values.items()})
-    inner, special, pairs = [], [], []                         # per batch: (layers, n), (layers, n), (n,)
+    inner, special, pairs = [], [], []                         # one tensor per batch: (layers, n) or (n,)
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
         for ids, _, segments, real, is_inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):

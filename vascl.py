@@ -156,7 +156,7 @@ def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"
     """Return the second term of L, the mean over the 2N anchors z_i and z*_i.
 
     e, perturbed   (N, D) embeddings e and e + δ, float32 or float64, not normalised
-    head           projection head: callable (N, D) → (N, F). This function normalises its output
+    head           projection head: callable (N, D) → (N, F), whose outputs this function normalises
     neighbours     (N, K) int64 row numbers of the neighbours, as nearest_neighbours returns them
     form           "paper": gradient to e, perturbed and the head | "code": only to the head, through z*
     gather         on several ranks: function from this rank's rows to the rows of all ranks, with gradient,
@@ -179,7 +179,7 @@ def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"
 @torch.enable_grad()
 def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper", *,
                          gather=None):
-    """Return the perturbations δ (N, D), without gradient. They make e + δ hard to tell from neighbours of e.
+    """Return the perturbations δ (N, D), without gradient. e + δ is hard to tell from the neighbours of e.
 
     e            (N, D) embeddings, float32 or float64, not normalised; e gets no gradient
     head         as in neighbourhood_loss; the head gets no gradient, and its buffers do not change
@@ -209,7 +209,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
         negatives = (others[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        # dividing by the rows of all ranks gives the 1e-8 in unit() the same effect for any number of ranks
+        # dividing by the number of all rows gives 1e-8 in unit() the same effect on one rank and on several
         loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).sum() / len(others)
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
@@ -305,7 +305,7 @@ def main(argv=None):
     tokens = tokenise_table(table, model, run)
     evaluator.evaluate_before(model, run)
     model.train()
-    for _, picked in run.steps(total, len(tokens)):              # constant learning rate (paper)
+    for _, picked in run.steps(total, len(tokens)):              # the learning rate is constant (paper)
         batch = model.batch(*tokens.views(picked[own_rows(len(picked))], 2))
         loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()
