@@ -2,8 +2,8 @@
 
 "Small D" means that rows have a half type, that the mask is not "target" (linear_cross_entropy has this one),
 and that D ≤ 128 or the mask has groups (argument within). "Large D" means all other cases. At large D, a row
-softmax loss uses lse_forward and gradient_large_d if it has at most FEW_ROWS rows and columns, or if strips
-would have fewer than MIN_FUSED_ROWS rows.
+softmax loss uses lse_forward and gradient_large_d if it has at most FEW_ROWS rows and columns, or if it would
+need several strips of fewer than MIN_FUSED_ROWS rows.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
