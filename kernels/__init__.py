@@ -2,14 +2,14 @@
 
 similarity_lse         log Σ_j exp(q_i·k_j / τ) for every query i: the log-sum-exp (lse) of softmax losses
 similarity_topk        the n keys with the largest similarity to every query
-info_nce               InfoNCE: cross entropy of query i with target key i (symmetric=True: and vice versa)
+info_nce               InfoNCE: cross entropy of query i with target key i (symmetric=True: both directions)
 clip_loss              CLIP's loss: the symmetric info_nce of image-text pairs
 nt_xent                SimCLR's loss over the 2N views of a batch
 queue_loss             MoCo's loss: one positive per query; the negatives are a queue, which gets no gradient
 sigmoid_loss           SigLIP's loss: classifies each pair on its own as match or no match
 sup_con_loss           SupCon's loss: the positives of a view are all other views with the same label
 triplet_loss           FaceNet's loss: the positive must be nearer than the negative, by at least a margin
-margin_loss            Hadsell's loss: pairs of a class near each other, other pairs at least a margin apart
+margin_loss            Hadsell's loss: pairs of one class become close, other pairs at least a margin apart
 linear_cross_entropy   cross entropy of the logits hidden·weightᵀ, for a linear layer over a large vocabulary
 embed_in_chunks        embeddings of a batch whose activations do not fit into memory, with exact gradients
 gather_rows            all rows of a batch that is split over several processes, with exact gradients
@@ -60,12 +60,12 @@ VERSION = __version__ = "0.1.0"
 OURS = [__name__, *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))]
 with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     installed = importlib.metadata.distribution("kernels")
-    __version__ = installed.version            # transformers checks the version of Hugging Face's package
+    __version__ = installed.version            # Hugging Face's version: transformers checks it
     __path__.append(str(installed.locate_file("kernels")))
 
 
 def __getattr__(name):
-    """Return an attribute of Hugging Face's package; raise AttributeError if that package lacks it."""
+    """Return attribute `name` of Hugging Face's package `kernels`; raise AttributeError if it has none."""
     if len(__path__) == 1 or name.startswith("__") or f"{__name__}.{name}" in OURS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(load_installed(), name)
@@ -73,7 +73,7 @@ def __getattr__(name):
 
 @functools.cache
 def load_installed():
-    """Import Hugging Face's package; meanwhile our modules leave sys.modules, because names collide."""
+    """Import Hugging Face's package `kernels`. Meanwhile sys.modules lacks our modules: names collide."""
     spec = importlib.util.spec_from_file_location(__name__, os.path.join(__path__[1], "__init__.py"))
     package = importlib.util.module_from_spec(spec)
     ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}

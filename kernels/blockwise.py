@@ -1,36 +1,36 @@
 """The fused operations in plain PyTorch, on any device and also in float64, without an (N, M) matrix.
 
-eager.py stores the logits s = q·kᵀ/τ and their softmax p, both (N, M). This file computes the logits of a few
-rows at a time, called a strip. g_i = dloss/dlse_i is the upstream gradient of the log-sum-exp lse_i:
+eager.py stores the logits s = q·kᵀ/τ and their softmax p, both (N, M). This file computes one strip at a
+time: the logits of a few rows. With the upstream gradient g_i = dloss/dlse_i of the log-sum-exp lse_i:
 
     max_i = max_j s_ij,    sum_i = Σ_j exp(s_ij − max_i),    lse_i = max_i + log sum_i                forward
     dq_i = (1/τ) Σ_j W_ij k_j,    dk_j = (1/τ) Σ_i W_ij q_i,    W_ij = g_i exp(s_ij − max_i) / sum_i  backward
 
-In a softmax loss, lse_i leaves out the positive, whose logit is s_i+. The loss is Σ_i w_i softplus(gap_i):
+In a softmax loss, lse_i leaves out the positive, whose logit is s_i+. Row i has the weight w_i in the loss:
 
-    gap_i = lse_i − s_i+,    g_i = w_i σ(gap_i),    dloss/ds_i+ = −g_i
+    loss = Σ_i w_i softplus(gap_i),    gap_i = lse_i − s_i+,    g_i = w_i σ(gap_i),    dloss/ds_i+ = −g_i
 
-If columns have a softmax too, as in clip_loss, W_ij gets a second term g'_j exp(s_ij − max'_j) / sum'_j from
-column j. If q is compared with itself (triangle=True), s_ij = s_ji, and a strip leaves out the columns before
-its first row. Its first columns then form a square: the rows of the strip against themselves. Each logit s_ij
-to the right of the square counts for row i and, as s_ji, also for row j.
+If each column j has a softmax too, as in clip_loss, W_ij gets a second term: g'_j exp(s_ij − max'_j) /
+sum'_j. If q is compared with itself (triangle=True), s_ij = s_ji, so a strip omits the columns before its
+first row. The other columns start with a square: the rows of the strip, compared with themselves. A logit
+s_ij to the right of the square counts for row i and, as s_ji, also for row j.
 
-The statistics max_i and sum_i are stored as two numbers. A single number lse_i would be rounded at the scale
-of |s|. Then all p_ij of row i would be wrong by the same factor, and Σ_j p_ij k_j would not cancel against
-k_positive when τ is small or rows are equal.
+The maximum max_i and the sum sum_i are both stored. Their combination lse_i would be rounded at the scale of
+|s|. Then all p_ij of row i would be wrong by the same factor. When τ is small or rows are equal, Σ_j p_ij k_j
+and the key of the positive would not cancel in the gradient.
 
-eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because the gradients need
-each strip a second time; with triangle=True it needs half the operations. A loss without column softmax needs
-3 products: one strip completes the statistics of its rows, so their gradients use the same strip.
+eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because it computes each strip
+again for the gradients; triangle=True halves the operations. With triangle=False, a loss with only a row
+softmax needs 3: a strip has all logits of its rows, so it serves their statistics and their gradients.
 """
 import torch
 import torch.nn.functional as F
 
 from .masks import excluded, own_columns, positive_columns
 
-STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: enough for fast products; malloc reuses blocks of up to 32 MiB
+STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: makes products fast, and malloc reuses blocks of this size
 ONE_STRIP = 2 ** 20        # a matrix of at most this many logits is one strip
-MIN_STRIP_ROWS = 64        # with fewer rows per strip, reading the keys would slow the matrix products
+MIN_STRIP_ROWS = 64        # fewer rows would make products slow, because each strip reads all keys
 
 
 def to_accumulation_dtype(q, k, temperature):
@@ -41,7 +41,7 @@ def to_accumulation_dtype(q, k, temperature):
 
 def zeros_if(needed, x):
     """Return zeros in the shape of x if its gradient is needed; if not, a tensor without rows."""
-    return x.new_zeros((x if needed else x[:0]).shape)     # contiguous: cuBLAS may refuse the strides of x
+    return x.new_zeros((x if needed else x[:0]).shape)     # contiguous, as cuBLAS may refuse x's strides
 
 
 # ── strips of logits ────────────────────────────────────────────────────────────────────────────────────────
@@ -50,7 +50,7 @@ def zeros_if(needed, x):
 def strip_slices(n, m, mask, triangle):
     """Yield (slice of rows, slice of columns) for each strip.
 
-    If the mask has groups (argument within) and they are sorted, a strip covers only the columns in the
+    If the mask has sorted groups (argument within of similarity_lse), a strip covers only the columns in the
     groups of its rows. On a GPU it covers all columns, because reading the groups would synchronise.
     """
     height = n if n * m <= ONE_STRIP else max(MIN_STRIP_ROWS, min(STRIP_LOGITS // m, n // 8))
@@ -70,8 +70,8 @@ def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
     """Yield (slice of rows, slice of columns, logits s with −inf where masked) for each strip.
 
     triangle  True: k is q, and the columns of a strip start at the strip's first row
-    positive  (N,) output: the logits of the positives, which the mask excludes; None: not needed. With
-              triangle=True only the first N/2 entries are right
+    positive  None, or a tensor (N,) that gets the logits of the positives, which the mask excludes. With
+              triangle=True only its first N/2 entries are valid
     """
     n, m = len(q), len(k)
     by_index = mask.exclude == "target" or mask.exclude != "none" and not mask.has_vectors
@@ -111,7 +111,7 @@ def new_stats(x):
 
 
 def add_stats(stats, s, axis):
-    """Merge the logits s into the statistics of softmaxes along axis, and replace s by exp(s − maximum)."""
+    """Update the statistics of softmaxes along axis by the logits s; replace s by exp(s − maximum of s)."""
     limits = torch.finfo(s.dtype)
     # clamp to finite numbers, so that s − maximum is never ∞ − ∞ = NaN (no columns, or an infinite logit)
     maximum = s.amax(axis).clamp_(limits.min, limits.max)
@@ -119,7 +119,7 @@ def add_stats(stats, s, axis):
 
 
 def merge_stats(stats, maximum, total):
-    """Merge the maximum of new logits, and their sum of exp(logit − maximum), into the statistics."""
+    """Update the statistics by the maximum of new logits and the sum of their exp(logit − maximum)."""
     new = torch.maximum(stats[0], maximum)
     stats[1] = stats[1] * (stats[0] - new).exp() + total * (maximum - new).exp()
     stats[0] = new
@@ -128,9 +128,9 @@ def merge_stats(stats, maximum, total):
 def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
     """Return (statistics of the row softmaxes, statistics of the column softmaxes, strips).
 
-    With triangle=True both statistics are the same tensor. On the CPU, if the norms of q and k prove that all
-    |logits| are below 69, maxima are set to 0: exp(s) cannot overflow, so one exp(s) serves rows and columns.
-    If in addition one strip holds all rows, strips is [(rows, columns, exp(s))]. In all other cases it is [].
+    With triangle=True both statistics are the same tensor. If the norms of q and k prove that all |logits|
+    are below 69, exp(s) cannot overflow. On the CPU all maxima are then set to 0, and one exp(s) serves rows
+    and columns. If one strip then holds all rows, strips is [(rows, columns, exp(s))]; otherwise it is [].
     """
     of_rows = new_stats(q)
     of_columns = of_rows if triangle else new_stats(k)
@@ -157,9 +157,9 @@ def divide(g, total):
 
 def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_columns, triangle,
                             is_exp=False):
-    """Add W k to dq and Wᵀ q to dk, strip by strip; skip a gradient that has no rows.
+    """Add W k to dq and Wᵀ q to dk by strips (W: see the top of the file); skip a gradient without rows.
 
-    of_rows, of_columns    statistics (2, n) of rows, of columns; if triangle: the same tensor, and dk is dq
+    of_rows, of_columns    statistics (2, n) of rows and columns; triangle=True: one tensor, and dk is dq
     g, g_of_columns        (n,) upstream gradients of the log-sum-exps of rows and of columns, divided by τ
     is_exp                 True: strips already hold exp(s), and all maxima are 0
     """
@@ -172,7 +172,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
             w = (s if is_exp else s.exp_()).mul_(factors[rows, None] + column_factors[columns])
         else:
             w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
-            if triangle:                 # in the square, column j uses s_ji: s_ij may differ in rounding
+            if triangle:                 # in the square, column j uses s_ji: the rounding of s_ij may differ
                 w[:, :right] += w[:, :right].T.clone()
             w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
         if len(dq):
@@ -192,7 +192,7 @@ def add_products(dq, dk, w, q, k, rows, columns):
 def subtract_positives(dq, dk, q, k, targets, g):
     """Subtract the terms of the positives: g_i k_t from dq_i, and g_i q_i from dk_t, with t = targets[i].
 
-    They come last, because sums of small terms are more accurate before a large term is added.
+    These come last, because sums of small terms are more accurate before a large term is added.
     """
     if len(dq):
         dq.addcmul_(k[targets], g[:, None], value=-1)
@@ -267,9 +267,9 @@ def loss_and_slopes(positive, stats, weights):
 def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs_temperature):
     """Return (loss, dq, dk, dτ), with gradients computed along with the loss.
 
-    The loss is Σ_i w_i softplus(gap_i), with weights w (N,); None: w_i = 1/N. both=True: the mean of this
-    row-softmax loss (dim=1) and the column-softmax loss (dim=0), where key i is the positive of query i. A
-    gradient that is not needed has no elements. See fused.softmax_loss.
+    The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w_i = 1/N for weights=None. both=True: the
+    mean of this loss, with a softmax per row (dim=1), and of the loss with a softmax per column (dim=0); the
+    positive of query i is key i. A gradient that is not needed has no elements. See fused.softmax_loss.
     """
     triangle, n = k is None, len(q)
     q, k = to_accumulation_dtype(q, k, temperature)
@@ -278,7 +278,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
     targets, positive = positive_columns(mask, n, len(k), q.device), q.new_empty(n)
     if triangle or both:
         of_rows, of_columns, strips = two_sided_stats(q, k, temperature, mask, triangle, positive)
-        if triangle:                                         # both views have the same positive logit
+        if triangle:                                         # the views of a sample share a positive logit
             positive[n // 2:] = positive[:n // 2]
         loss, g = loss_and_slopes(positive, of_rows, weights)
         g = g_of_columns = g / temperature
@@ -313,7 +313,7 @@ def queue_loss(q, k, queue, temperature, mask, needs_gradient):
         add_stats(stats[:, rows], s, 1)
         add_products(o, o[:0], s, q, queue, rows, columns)
     o.mul_(divide(1, stats[1])[:, None])
-    positive = (q / temperature * k).sum(1)                  # same rounding as the logits of the queue
+    positive = (q / temperature * k).sum(1)                  # round q / τ first, as for the queue's logits
     loss, g = loss_and_slopes(positive, stats, q.new_full((len(q),), 1 / len(q)))
     if not needs_gradient:
         return loss, None, None
@@ -324,8 +324,8 @@ def queue_loss(q, k, queue, temperature, mask, needs_gradient):
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias):
     """Return (loss, dq, dk, dτ, db); a gradient that is not needed has no elements.
 
-    The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)), with y_ij = 1 for positive pairs (excluded
-    by the mask), else −1. The gradient of a pair needs no other logit, so each strip is computed once.
+    The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)). y_ij is 1 for positive pairs, which the mask
+    excludes, and −1 for other pairs. A pair's gradient needs no other logit: each strip is computed once.
     """
     n = len(q)
     q, k = to_accumulation_dtype(q, k, temperature)
@@ -349,7 +349,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
 
 
 def similarity_topk(q, k, temperature, n, mask):
-    """Return (values, int64 columns), (N, n) each, largest first; column −1 where fewer than n are left."""
+    """Return (values, int64 columns), (N, n) each, largest first; column −1 for a value of −inf."""
     q, k = to_accumulation_dtype(q, k, temperature)
     values, found = q.new_full((len(q), n), -torch.inf), q.new_full((len(q), n), -1, dtype=torch.int64)
     for rows, columns, s in logit_strips(q, k, temperature, mask):

@@ -50,7 +50,7 @@ def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=
     """Return the Call for the arguments of a public function; raise ValueError for an invalid argument.
 
     k          None: the keys are the rows of q. With positives=True, None is invalid
-    mask       a Mask that the loss has made; None: make it from exclude, within, similar and offset
+    mask       the Mask, if the caller has made one; None: make it from exclude, within, similar and offset
     positives  True: the positive of query i is key i + offset, which must exist
     names      names of q and k in error messages
     """
@@ -63,7 +63,7 @@ def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=
     product_dtype = q.dtype
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         product_dtype = torch.get_autocast_dtype(q.device.type)
-        # cast a half-precision q, and k if it needs a gradient, to float32, so that gradients are float32
+        # cast half-precision rows to float32, so that gradients are float32; keep a k without gradient
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
     impl = choose_impl(impl, q, len(q), len(k), product_dtype)
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -81,7 +81,7 @@ def unit_rows(x):
 def as_scalar(x, dtype):
     """Return x as a 0-dim tensor: a tensor stays on its device, a number becomes a tensor on the CPU.
 
-    Kernels read the value of a tensor on the GPU themselves, so the host does not wait for the GPU.
+    Triton kernels read a tensor on the GPU themselves, so the host does not wait for its value.
     """
     return x.to(dtype) if isinstance(x, Tensor) else torch.full((), float(x), dtype=dtype)
 
@@ -100,13 +100,13 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  | (query ids (N,), key ids (M,)) integers: keys with the id of query i
                  | ("diagonal", query ids, key ids): key i + offset, and keys with the id of query i
     within       (query ids (N,), key ids (M,)) integers: sum only over keys with the id of query i. If both
-                 are sorted, as for packed sequences, most pairs with different ids are skipped: by
-                 "triton" for float16 and bfloat16, by "blockwise" on the CPU
-    similar      (f_q (N, E), f_k (M, E), phi), features and a threshold: leave out keys with f_q_i·f_k_j ≥
-                 phi. The features get no gradient
+                 id vectors are sorted, as for packed sequences, "triton" (in float16 and bfloat16) and
+                 "blockwise" (on the CPU) skip most pairs with different ids
+    similar      (features f_q (N, E), features f_k (M, E), threshold phi): query i leaves out key j if
+                 f_q_i·f_k_j ≥ phi. The features get no gradient
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
     normalize    True: first divide the rows of q and k (not of f_q and f_k) by their norms, in float32
-                 (float64 for float64 rows). The dtype of the products stays the same. As in F.normalize, a
+                 (float64 for float64 rows). Products have the same dtype as with False. As in F.normalize, a
                  norm below 1e-12 counts as 1e-12: a zero row has cosine 0 with every row, and a gradient of
                  about 1e12 (infinite in float16). A norm above 1.8e19 overflows, and the row becomes zero
     impl         "auto" (see choose_impl) | "triton" | "blockwise" | "eager"
@@ -116,14 +116,14 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  impl="eager" supports them. Except with impl="eager", torch.compile does not trace this
                  function (graph break), so fullgraph=True fails
     precision    float32 products follow torch.get_float32_matmul_precision(), and half-type products are
-                 exact; sums are in float32. Gradients are as accurate as with impl="eager" for logits of any
-                 size (up to 1e9 in Triton). A NaN in a query does not reach the gradients of other queries.
+                 exact; sums are in float32. For logits of any size (in Triton up to 1e9), gradients are as
+                 accurate as with impl="eager". A NaN in a query does not reach other queries' gradients.
                  Under torch.autocast, float32 rows are multiplied in autocast's dtype; gradients are float32
-    memory       besides inputs and gradients: at most a float32 copy of each, and buffers of 160 MiB, or of
-                 544 MiB if a loss computes its gradient in forward. WEIGHT_BUFFER_BYTES and STRIP_BYTES in
-                 kernels.heuristics limit the buffers. On a GPU, the first call with new shapes briefly takes
-                 up to 512 MiB more (replay.py). The buffers of "blockwise" take 64 MiB, or 128 rows of logits
-                 if these are larger; with ids up to twice as much. "eager" takes O(N·M)
+    memory       inputs, gradients, at most a float32 copy of each of these, and buffers. In Triton, buffers
+                 take 160 MiB, or 544 MiB if a loss computes its gradient in forward: WEIGHT_BUFFER_BYTES and
+                 STRIP_BYTES in kernels.heuristics limit them. The first call with new shapes briefly takes up
+                 to 512 MiB more (replay.py). The buffers of "blockwise" take 64 MiB, or 128 rows of logits if
+                 these are larger; ids double this at most. "eager" stores O(N·M) numbers
     source       van den Oord et al. 2018, eq. 4
     """
     call = prepare(q, k, temperature, exclude=exclude, within=within, similar=similar, offset=offset,
@@ -138,14 +138,14 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     """Return the n keys with the largest q_i·k_j for each query i; only "eager" stores the (N, M) matrix.
 
     q, k         as in similarity_lse; with k=None each row finds itself too, unless exclude="diagonal"
-    n            1 ≤ n ≤ M; the Triton kernel has 64 slots per row, so blockwise computes a larger n
+    n            1 ≤ n ≤ M; the Triton kernel has 64 slots per row: for a larger n, "triton" runs "blockwise"
     exclude, within, similar, offset    as in similarity_lse
     normalize    as in similarity_lse; True finds the keys with the largest cosine
     impl         as in similarity_lse
     returns      (products (N, n) float32, or float64 for float64 rows; indices of keys (N, n) int64), largest
-                 first, without gradient. If fewer than n keys are left for a query, the rest is (-inf, -1).
+                 first, without gradient. A query with fewer than n keys gets products -inf with index -1.
                  Equal products come in any order. A NaN product counts as the largest
-    memory       O(N·n + M) and a buffer of constant size, besides the inputs; "eager" takes O(N·M)
+    memory       inputs, O(N·n + M) numbers and a buffer of constant size; "eager" stores O(N·M) numbers
     """
     call = prepare(q, k, 1.0, exclude=exclude, within=within, similar=similar, offset=offset,
                    normalize=normalize, impl=impl)

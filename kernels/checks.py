@@ -18,13 +18,13 @@ def check_rows(offset=0, /, **named):
     Example: check_rows(offset, z=(z, "N D"), ids=(ids, "M t", int), t=1) expects floating-point z of shape
     (N, D) and integer ids of shape (M, 1).
 
-    named    name=(tensor, dimensions, kinds...) for each tensor; letter=size for a known size. dimensions is
-             a string with a letter per dimension: equal letters mean equal sizes, capital letters sizes ≥ 1.
+    named    name=(tensor, dimensions, kinds...) for each tensor, letter=size for each known size. dimensions
+             has one letter per dimension: equal letters mean equal sizes, and a capital letter a size ≥ 1.
              kinds are the allowed types: bool, int or float (the default), and None if the tensor may be None
-    offset   this rank's first row: row i of an (N, ...) tensor is row offset + i of an (M, ...) tensor
+    offset   index of this rank's first row: row i of an (N, ...) tensor is row offset + i of an (M, ...) one
     """
     sizes = {letter: size for letter, size in named.items() if not isinstance(size, tuple)}
-    first, device = {}, None         # first[letter]: first (name, tensor) with that letter for dimension 0
+    first, device = {}, None         # first[letter]: the first (name, tensor) whose dimension 0 is `letter`
     for name, what in named.items():
         if not isinstance(what, tuple) or what[0] is None and None in what[2:]:
             continue
@@ -188,7 +188,7 @@ def check_index(name, x, count, allowed=None):
     Only integer tensors on the CPU are checked, because reading a tensor on a GPU would synchronise.
     """
     if x.dtype in INTEGERS and x.is_cpu and not torch.compiler.is_compiling():
-        x = x.long()                     # int8 would turn count = 300 into 44; uint8 would turn -100 into 156
+        x = x.long()                     # x < count casts count to the dtype of x: in int8, 300 is 44
         wrong = (x < 0) | (x >= count)
         wrong = wrong if allowed is None else wrong & (x != allowed)
         if wrong.any():
@@ -197,7 +197,7 @@ def check_index(name, x, count, allowed=None):
 
 
 def describe(x):
-    """Return one line for a message: a number, the start of a string, or the type of any other x."""
+    """Return x as text for a message: a number, the first characters of a string, or the type of x."""
     if x is None or not isinstance(x, (int, float, complex, str)):
         return type(x).__name__
     text = repr(x)
@@ -211,7 +211,7 @@ def check_offset(offset):
 
 
 def check_positives(queries, keys, offset):
-    """Raise ValueError unless key i + offset exists for each query i; queries, keys are (name, tensor)."""
+    """Raise ValueError unless key i + offset exists for each query i; queries and keys: (name, tensor)."""
     check_offset(offset)
     name_q, q = queries
     name_k, k = keys
@@ -237,7 +237,7 @@ def check_gathered(q, k, offset, name="k"):
 
 
 def check_order(pair, gathered, names):
-    """Raise ValueError if the two elements of `gathered`, made from those of `pair`, are swapped."""
+    """Raise ValueError if `gathered` holds the gathered tensors of `pair` in the wrong order."""
     sources = [getattr(x, "gathered_from", lambda: None)() for x in gathered]
     if pair[0] is not pair[1] and sources[0] is pair[1] and sources[1] is pair[0]:
         raise ValueError(f"gathered: found ({names[1]}, {names[0]}), expected ({names[0]}, {names[1]})")
@@ -248,7 +248,7 @@ def check_unit(name, x):
     """Raise ValueError if the norm of a row of x differs from 1 by more than 1e-2.
 
     The check synchronises with the GPU. So it runs at most twice per tensor: at the first call, and at the
-    next call after a change of the tensor (for a queue, after the first keys have been enqueued).
+    first call after the tensor has changed (for a queue: after keys have been enqueued).
     """
     check_rows(**{name: (x, "N D")})
     checked, version = getattr(x, "unit_at", ()), 0 if x.is_inference() else x._version
@@ -257,6 +257,6 @@ def check_unit(name, x):
     norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
     smallest, largest = norms.aminmax()
     if not (smallest >= 0.99 and largest <= 1.01):             # a NaN norm raises too
-        raise ValueError(f"{name}: rows of norm {smallest:.3g} to {largest:.3g}, expected unit rows: "
-                         "F.normalize(..., dim=1)")
+        raise ValueError(f"{name}: rows of norm {smallest:.3g} to {largest:.3g}, expected unit rows "
+                         "from F.normalize(..., dim=1)")
     x.unit_at = *checked, version

@@ -4,7 +4,7 @@ The loss L depends on the weights θ only through the embeddings z_1, ..., z_C o
 
     dL/dθ = Σ_c (dz_c/dθ)ᵀ dL/dz_c
 
-Other chunks enter the term of chunk c only through dL/dz_c, which has the size of z_c (Gao, Zhang, Han,
+The term of chunk c depends on other chunks only through dL/dz_c, which is as small as z_c (Gao, Zhang, Han,
 Callan 2021, arXiv 2101.06983). So the forward pass drops the activations of each chunk. The backward pass
 embeds the chunks again, one by one, and backpropagates through each. The price is one more forward pass.
 """
@@ -29,12 +29,12 @@ def embed_in_chunks(embed, chunks, module):
              `random` and generators of your own are not repeated
     chunks   list of chunks, such as tensor.split(size), which must not change before backward. Backward goes
              from the last chunk to the first
-    module   torch.nn.Module with the parameters that embed uses, or None: plain torch.cat, which stores all
-             activations. Batch norm normalises each chunk by the chunk's own statistics, as GPUs without
-             synchronised batch norm do, and updates its running statistics once per chunk
+    module   torch.nn.Module with the parameters that embed uses; None: store all activations, as for a plain
+             torch.cat. A batch norm layer uses the statistics of one chunk at a time, like a GPU without
+             synchronised batch norm, and updates its running statistics once per chunk
     returns  (Σ n, D) embeddings of all chunks
-    raises   RuntimeError in backward if a tensor of a chunk (in tuples, lists and dicts), a parameter or the
-             training mode of the module has changed
+    raises   RuntimeError in backward if a parameter or the training mode of the module has changed, or a
+             tensor of a chunk (also inside tuples, lists and dicts)
     source   Gao et al. 2021, section 3.2
     """
     check_callable("embed", embed)
@@ -56,7 +56,7 @@ def embed_in_chunks(embed, chunks, module):
 
 
 def embed_chunk(embed, chunk, parameter=None):
-    """Return embed(chunk); raise ValueError for a vector, because torch.cat would join vectors into one."""
+    """Return embed(chunk); raise ValueError if it is a vector: torch.cat would join vectors into one."""
     z = embed(chunk)
     if not isinstance(z, torch.Tensor) or z.dim() < 2:
         found = f"a tensor {tuple(z.shape)}" if isinstance(z, torch.Tensor) else type(z).__name__
@@ -89,8 +89,8 @@ def contexts(module, used):
 
 
 def concatenate(parts):
-    """Return torch.cat of the embeddings of all chunks; raise ValueError if their row shapes differ."""
+    """Return torch.cat of the embeddings of all chunks; raise ValueError if their rows differ in shape."""
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
-        raise ValueError(f"embed: found rows {sorted(shapes)}, expected the same shape for all chunks")
+        raise ValueError(f"embed: found rows of shapes {sorted(shapes)}, expected one shape for all chunks")
     return cat_rows(parts)

@@ -18,7 +18,7 @@ def logits_of(call):
 
 
 def masked_logits(call):
-    """Return (logits with −inf where excluded, bool (N,): which rows are only −inf, or None if none is)."""
+    """Return (logits with −inf where excluded, bool (N,): True for rows of only −inf; None: no such row)."""
     s, mask = logits_of(call), call.mask
     if mask.exclude == "diagonal" and not mask.has_vectors and s.shape[1] > 1:
         s.diagonal(mask.offset).fill_(-torch.inf)
@@ -37,13 +37,13 @@ def similarity_lse(call):
 
 
 def similarity_topk(call, n):
-    """Return (values, columns) from torch.topk; column −1 where a row has fewer than n columns left."""
+    """Return (values, columns) of the n largest logits of each row; column −1 for a value of −inf."""
     values, columns = masked_logits(call)[0].topk(n, 1)
     return values, columns.masked_fill(values.isneginf(), -1)
 
 
 def info_nce(call, symmetric=False):
-    """Return the mean cross entropy of rows, with targets i + offset, or of rows and columns if symmetric."""
+    """Return the mean cross entropy of rows, with target i + offset for row i; symmetric: and of columns."""
     logits = logits_of(call)
     targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
     loss = F.cross_entropy(logits, targets)
@@ -59,7 +59,7 @@ def queue_loss(call, queue):
 
 
 def sigmoid_loss(call, bias):
-    """Return 1/N Σ_i Σ_j −log σ(±logit_ij), with + for positives (j = i + offset), − for other pairs."""
+    """Return 1/N Σ_i Σ_j −log σ(±logit_ij), with + for positives (j = i + offset), else −."""
     logits = logits_of(call) + bias
     sign = -torch.ones_like(logits)
     sign.diagonal(call.mask.offset).fill_(1)
@@ -76,9 +76,9 @@ def nt_xent(call):
 
 
 def sup_con_loss(call, row_labels, column_labels):
-    """Return the mean over rows of the mean −log softmax of the row's positives, or of 0 without positives.
+    """Return the mean over rows of a loss: the mean −log softmax of the row's positives, or 0 without any.
 
-    The positives are the other rows with the same label; the softmax is over all other rows.
+    The positives of a row are the other rows with its label; the softmax is over all other rows.
     """
     s, offset = logits_of(call), call.mask.offset
     s.diagonal(offset).fill_(torch.finfo(s.dtype).min)

@@ -6,7 +6,7 @@
                                 gradients by the upstream gradient
     LogSumExp, SoftmaxLoss      store stats (2, N), the maximum and the sum of exponentials of each row;
                                 backward computes each logit again. The two numbers are more precise than the
-                                log-sum-exp alone. In Triton the maximum is in log2 units
+                                log-sum-exp alone. Triton stores the maximum times log2(e)
 
 Second derivatives (create_graph=True), forward mode and torch.func are not supported and raise RuntimeError.
 """
@@ -105,7 +105,7 @@ class LogSumExp(torch.autograd.Function):
 
 
 def largest_finite(grad):
-    """Return the largest finite |grad|, but never 0. NaN and ∞ must not change the scale of other rows."""
+    """Return the largest finite |grad|, but never 0: NaN and ∞ must not change the scale of other rows."""
     finite = grad.nan_to_num(0, 0, 0)
     return torch.linalg.vector_norm(finite, torch.inf).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -116,9 +116,9 @@ def largest_finite(grad):
 class GradientInForward(torch.autograd.Function):
     """A loss whose gradients are computed along with it.
 
-    q, k, temperature, bias  inputs, passed so that autograd sees them; compute holds the same tensors
+    q, k, temperature, bias  inputs, passed only to register them with autograd; compute has these tensors
     compute                  function that returns (loss, gradients of q, k, temperature and, if given, bias).
-                             The caller finds out which gradients are needed: in forward, grad mode is off
+                             Its caller finds out which gradients are needed: in forward, grad mode is off
     """
 
     @staticmethod
@@ -152,8 +152,8 @@ def scaled_copies(rows, factor):
 def softmax_loss(call, both=False, weights=None):
     """Return the cross entropy Σ_i w_i softplus(lse_i − q_i·k_p/τ), where p is the positive of row i.
 
-    The mask excludes p from lse_i. So the coefficient of the gradient is σ(lse_i − q_i·k_p/τ). For a small
-    loss it is more accurate than the usual 1 − softmax, a difference such as 1 − 0.999.
+    The mask excludes p from lse_i. So the gradient of row i has the factor σ(lse_i − q_i·k_p/τ). For a small
+    loss this is more accurate than the usual factor 1 − softmax, which loses digits (such as 1 − 0.999).
 
     both     True: the mean of the row-softmax loss (one softmax per row i, dim=1) and the column-softmax loss
              (one per column j, dim=0), as in CLIP
@@ -199,7 +199,7 @@ class SoftmaxLoss(torch.autograd.Function):
 
 
 def queue_loss(call, queue):
-    """Return the mean of softplus(lse_i − q_i·k_i/τ); lse_i is over the queue, which gets no gradient."""
+    """Return the mean of softplus(lse_i − q_i·k_i/τ); lse_i sums over the queue, which gets no gradient."""
     needs = call.needs
 
     def compute():
@@ -215,7 +215,7 @@ def queue_loss(call, queue):
 
 
 def sigmoid_loss(call, bias):
-    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which the mask excludes, else +."""
+    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives (excluded by the mask), else +."""
     needs = *call.needs, torch.is_grad_enabled() and bias.requires_grad
 
     def compute():

@@ -4,11 +4,11 @@ Rank r has the rows z_r and compares them with the rows K = [z_0; z_1; ...] of a
 L_r(z_r, K), the part of rank r in the global loss L = Σ_r L_r. If L is a mean over all rows, L_r is the mean
 over the rows of rank r, times (number of rows of rank r / number of all rows). Each rank runs
 
-    all = gather_rows(z_r, rows);  loss_r = f(z_r, all);  loss_r.backward();  sum the parameters' gradients
+    all = gather_rows(z_r, rows);  loss_r = f(z_r, all);  loss_r.backward()
 
-and the sum over all ranks is the gradient of L. The gradient of z_r is a sum over all ranks s:
+The sum of the parameters' gradients over all ranks is then the gradient of L. The gradient of z_r is
 
-    dL/dz_r = ∂L_r/∂z_r + Σ_s (∂L_s/∂K)[rows of r]
+    dL/dz_r = ∂L_r/∂z_r + Σ_s (∂L_s/∂K)[rows of r]        (sum over all ranks s)
 
 Autograd computes the first term. The second is a reduce-scatter of the (M, D) gradients of K. Each rank
 stores K and its gradient, O(M·D), but the fused losses never store the (N, M) similarities.
@@ -40,7 +40,7 @@ def own_rows(rows, rank=None, world=None, *, group=None):
         rank, world = rank_and_world(group)
     if not is_count(rank) or not is_count(world) or rank >= world:
         found = f"{describe(rank)} and {describe(world)}"
-        raise ValueError(f"rank, world: found {found}, expected 0 ≤ rank < world, or neither of them")
+        raise ValueError(f"rank, world: found {found}, expected 0 ≤ rank < world, or None for both")
     return slice(rows * rank // world, rows * (rank + 1) // world)
 
 
@@ -51,7 +51,7 @@ def is_count(x):
 
 def rank_and_world(group=None):
     """Return (rank of this process in the group, number of processes of the group)."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it to processes outside the group
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to processes outside the group
         raise ValueError("group: this process is not part of it; expected a group that contains it, or None")
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
@@ -60,13 +60,13 @@ def gather_rows(x, rows, *, group=None, dtype=None):
     """Return the rows of all ranks, in the order of the ranks, with gradient; with one process, return x.
 
     x        (n, ...) this rank's rows; n must be the length of the slice own_rows(rows, group=group). All
-             ranks must have the same dtype, which is not checked. int16 rows are sent as int32
+             ranks must pass the same dtype (this is not checked). int16 rows are sent as int32
     rows     number of rows of the whole batch
     group    process group whose ranks share the batch; None: all processes
-    dtype    torch.float16 or torch.bfloat16: send the rows rounded to this dtype, in half the bytes of
-             float32. Use this if the loss multiplies rows in this dtype anyway. The result and the gradients
-             keep the dtype of x
-    returns  (rows, ...). If a loss compares this rank's queries with the result, pass
+    dtype    torch.float16 or torch.bfloat16: send the rows rounded to this dtype, which takes half the bytes
+             of float32. Use this if the loss multiplies rows in this dtype anyway. The result and the
+             gradients keep the dtype of x. None: send the dtype of x
+    returns  (rows, ...) all rows. If a loss compares this rank's queries with them, pass
              offset=own_rows(rows, group=group).start to the loss
     raises   ValueError if n is not the length of this rank's slice. Ranks do not compare their n: if only one
              rank raises, the others wait until torchrun or the time limit of the process group ends them
@@ -91,7 +91,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         return x
     sent = torch.int32 if x.dtype == torch.int16 else dtype or x.dtype
     gathered = GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, sent)
-    if not torch.compiler.is_compiling():                      # checks.check_gathered, check_order read it
+    if not torch.compiler.is_compiling():     # for check_gathered and check_order in checks.py
         gathered.own_rows, gathered.gathered_from = (own.start, own.stop), weakref.ref(x)
     return gathered
 
@@ -101,8 +101,8 @@ class GatherRows(torch.autograd.Function):
 
     shares  list with the number of rows of each rank
 
-    Collectives need equal sizes. If the shares differ (by one row), each rank sends as many rows as the
-    largest share. Forward then copies the rows without padding; backward copies gradients to add padding.
+    Collectives need equal sizes. If the shares differ, smaller shares are padded with a zero row before they
+    are sent. Forward then makes a copy without the padding; backward makes a padded copy of the gradients.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""Choose the kernels by shapes and dtypes, never by values, so that the host does not wait for the GPU.
+"""Choose kernels by shapes and dtypes, never by values in tensors, so that the host does not wait for a GPU.
 
-"Small D" needs three things: a half type, a mask other than "target" (linear_cross_entropy), and D ≤ 128 or
-groups (within=). "Large D" means all other cases. At large D, a row softmax loss of at most FEW_ROWS rows and
-columns, or in strips of under MIN_FUSED_ROWS rows, uses lse_forward and gradient_large_d.
+"Small D" means that rows have a half type, that the mask is not "target" (linear_cross_entropy has this one),
+and that D ≤ 128 or the mask has groups (argument within). "Large D" means all other cases. At large D, a row
+softmax loss uses lse_forward and gradient_large_d if it has at most FEW_ROWS rows and columns, or if it would
+need several strips of fewer than MIN_FUSED_ROWS rows.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
@@ -21,14 +22,14 @@ from .checks import check_impl, describe
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 EAGER_LOGITS = 2 ** 18         # on the CPU, eager is the fastest for at most this many logits (N·M)
 EAGER_LOGITS_ON_GPU = 2 ** 22  # the same limit on a GPU without Triton
-MAX_SMALL_D = 128              # up to this D, gradient_small_d should be faster than gradient_large_d
+MAX_SMALL_D = 128              # up to this D, gradient_small_d is expected to be faster than gradient_large_d
 MAX_QUEUE_D = 256              # up to this D, registers can hold a tile of rows and its gradient
 FEW_ROWS = 1024                # up to this many rows, the launch of a kernel takes longer than its arithmetic
 TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
 TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of row and column statistics in lse_forward
 STRIP_BYTES = 2 ** 29          # 512 MiB: limit for a strip in fused_forward_backward (see strip_height)
-MIN_FUSED_ROWS = 2048          # with shorter strips, adding to dk costs more than a separate backward pass
+MIN_FUSED_ROWS = 2048          # if strips are shorter, adding each to dk costs more than a second pass
 
 
 def choose_impl(impl, x, n=None, m=None, product_dtype=None):
@@ -59,7 +60,7 @@ def choose_impl(impl, x, n=None, m=None, product_dtype=None):
 
 
 def is_small_d(itemsize, d, mask):
-    """Return whether gradient_small_d computes the gradient of (N, D) rows (see the table above)."""
+    """Return whether gradient_small_d computes the gradient of (N, D) rows ("small D", see above)."""
     small = d <= MAX_SMALL_D or mask.row_groups is not None
     return itemsize == 2 and mask.exclude != "target" and small
 
@@ -96,7 +97,7 @@ def table_block_shape(q, k, square):
     """Return (rows, columns) of a block of logits in lse_forward, limited by the size of its tables.
 
     Tables take at most TABLE_BYTES, or as much as q and k if these are larger, but never over STRIP_BYTES. A
-    table of row statistics takes 1/16 byte per logit; square=True adds a table of column statistics.
+    table of row statistics takes 1/16 byte per logit; square=True adds an equal table for columns.
     """
     (n, d), m = q.shape, k.shape[0]
     logits = max(TABLE_BYTES, min((n + m) * d * q.element_size(), STRIP_BYTES)) * (8 if square else 16)
@@ -109,10 +110,7 @@ def table_block_shape(q, k, square):
 
 
 def gradient_dtype(dtype):
-    """Return the dtype in which Triton stores gradients that forward computes for backward.
-
-    It is bfloat16 for bfloat16 rows, and float32 for other rows, because float16 would underflow.
-    """
+    """Return the dtype in which Triton's forward stores gradients: not float16, which would underflow."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 

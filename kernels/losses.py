@@ -3,9 +3,9 @@
 The losses use rows as they are. For cosine similarities pass unit rows (F.normalize), or normalize=True. Rows
 with large norms often give a loss of 0.0. No loss checks norms, because this would synchronise with the GPU.
 
-A softmax loss is −log softmax of the positive's logit. "triton" and "blockwise" compute it as softplus(lse −
-positive), where lse is the log-sum-exp of the negatives only. The value is equal, and the gradient of a small
-loss is more accurate.
+A softmax loss is −log p, where p is the softmax probability of the positive. "triton" and "blockwise" compute
+softplus(lse − logit of the positive), where lse is the log-sum-exp of the negatives only. This has the same
+value, and if the loss is small, a more accurate gradient.
 """
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,8 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
 
     q, k         (N, D) queries and (M, D) keys, M ≥ N + offset; the positive of query i is key i + offset
     temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
-    symmetric    True: the mean of this loss, a softmax over keys (dim=1), and of the loss with a softmax over
-                 queries (dim=0), as in CLIP. Then q and k are both (N, D)
+    symmetric    True: the mean of two losses, as in CLIP: this one, with a softmax over keys (dim=1), and the
+                 same with a softmax over queries (dim=0). q and k are then both (N, D)
     gathered     for symmetric=True on several ranks: the pair (q of all ranks, k of all ranks), (M, D) each,
                  from gather_rows; q and k are this rank's rows. For symmetric=False pass all ranks' keys as k
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
@@ -37,12 +37,12 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
     """
     checks.check_flag("symmetric", symmetric)
     if gathered is not None and not symmetric:
-        raise ValueError("gathered: needs symmetric=True; for False, expected the keys of all ranks as k")
+        raise ValueError("gathered: needs symmetric=True; without it, expected the keys of all ranks as k")
     return mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize, impl, ("q", "k"))
 
 
 def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize, impl, names):
-    """Check the arguments and compute info_nce; error messages call q and k by the two `names`."""
+    """Check the arguments, return the loss of info_nce or clip_loss; messages call q and k by `names`."""
     sides, both = [(q, k, names)], symmetric and gathered is None
     if both:
         check_no_offset(offset)
@@ -106,7 +106,7 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     q, k         (N, D) queries and (M, D) keys, M ≥ N + offset; the positive of query i is key i + offset
     temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
     bias         b: finite float, or a 0-dim tensor, which then receives a gradient. b = −log(M − 1) gives
-                 noise-contrastive estimation (NCE), with the other M − 1 keys as noise samples of each query
+                 noise-contrastive estimation (NCE): the M − 1 other keys are the noise samples of a query
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
     normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
     impl         see similarity_lse
@@ -124,14 +124,14 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
 def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False, impl="auto"):
     """Return the mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ).
 
-    z1, z2       (N, D), two views of N samples: row i of z1 and row i of z2 are a positive pair (i and i')
+    z1, z2       (N, D) each, two views of N samples: rows i of z1 and of z2 are a positive pair (i and i')
     temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
     gathered     on several ranks: the pair (z1 of all ranks, z2 of all ranks), (M, D) each, from gather_rows.
                  The loss is the mean over this rank's 2N views, each compared with the 2M views of all ranks
     offset       index of this rank's first row in `gathered`, own_rows(batch_size).start
     normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
     impl         see similarity_lse
-    returns      scalar, float32 (float64 for float64 rows): the paper's mean, half the released code's value
+    returns      scalar, float32 (float64 for float64 rows); half the value of the paper's released code
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
     checks.check_inputs(z1, z2, ("z1", "z2"))
@@ -154,7 +154,7 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
 
 
 def check_no_offset(offset):
-    """Raise ValueError if offset is not 0; a loss without gathered rows calls this."""
+    """Raise ValueError if offset is not 0; losses call this if gathered is None."""
     checks.check_offset(offset)
     if offset != 0:
         raise ValueError(f"offset: {checks.describe(offset)}, expected 0 if gathered is None")
@@ -167,12 +167,12 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
 
     z                 (N, V, D) V views of each of N samples
     labels            (N,) integers: the positives P(i) of view i are all other views with the same label;
-                      None: all other views of the same sample
+                      None: P(i) are all other views of the same sample
     temperature       τ: float > 0, or a 0-dim tensor, which then receives a gradient
     base_temperature  τ_base: float > 0, 0.07 in the released code; None: the paper's loss, without τ/τ_base
-    gathered          on several ranks: the pair (z of all ranks, labels of all ranks), (M, V, D) and (M,),
-                      each from gather_rows; (z of all ranks, None) if labels is None. The loss is the mean
-                      over this rank's N·V views, each compared with the M·V views of all ranks
+    gathered          on several ranks: the pair (z of all ranks (M, V, D), labels of all ranks (M,) or None),
+                      both from gather_rows. The loss is the mean over this rank's N·V views, each compared
+                      with the M·V views of all ranks
     offset            index of this rank's first sample in `gathered`, own_rows(batch_size).start
     normalize         True: divide each view by its norm first; False: use views as they are (see info_nce)
     impl              see similarity_lse
@@ -213,7 +213,7 @@ def loss_of_labels(z, all_z, labels, temperature, offset, options):
                    names=("z", "gathered: z"), **options)
     if labels is None:
         labels = torch.arange(len(call.keys) // views, device=z.device)
-    if call.impl != "eager":     # not in half types: the gradients of near and lse (see below) nearly cancel
+    if call.impl != "eager":     # not in half types: gradients nearly cancel in fused_loss_of_labels
         q, k = (x if x is None else x.to(call.temperature.dtype) for x in call[:2])
         return fused_loss_of_labels(call._replace(q=q, k=k), views, labels, offset)
     column_labels = labels.repeat_interleave(views)
@@ -234,7 +234,7 @@ def check_labels(z, labels, all_z, all_labels, offset):
 
 
 def fused_loss_of_labels(call, views, labels, offset):
-    """Return loss_of_labels without storing a matrix of all pairs of views.
+    """Return the value of loss_of_labels, without storing a matrix of all pairs of views.
 
     call    has q (N·V, D), views of this rank, and k (M·V, D), views of all ranks (None: the keys are q)
     labels  (M,) labels of the samples of all ranks
@@ -270,7 +270,7 @@ def fused_loss_of_labels(call, views, labels, offset):
 
 
 def sums_by_number(samples, number, count):
-    """Return (count, D): row c sums all views of the samples (n, V, D) whose entry in number (n,) is c."""
+    """Return (count, D): row c is the sum of all views of those samples (n, V, D) whose number (n,) is c."""
     sums = samples.new_zeros(count, samples.shape[2])
     add_rows(sums, number, samples.sum(1))
     return sums
@@ -289,8 +289,8 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     temperature   τ: float > 0, or a 0-dim tensor, which then receives a gradient
     impl          see similarity_lse
     returns       scalar, float32 (float64 for float64 rows): mean over rows not ignored; 0 if all are ignored
-    raises        ValueError, on the CPU only, for a target that is neither in [0, V) nor ignore_index. On a
-                  GPU such a target makes the loss NaN, because reading targets would synchronise with the GPU
+    raises        ValueError for a target that is neither in [0, V) nor ignore_index, on the CPU only. On a
+                  GPU such a target makes the loss NaN, because a check would synchronise with the GPU
     """
     checks.check_integer("ignore_index", ignore_index, -2 ** 63, 2 ** 63 - 1, "that int64 holds")
     checks.check_rows(hidden=(hidden, "N D"), weight=(weight, "K D"), targets=(targets, "N", int))
@@ -334,11 +334,11 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
     """Return the mean over rows of max(0, |a_i − p_i| − |a_i − n_i| + margin), with Euclidean distances.
 
     a, p and n are the rows of anchor, positive and negative, used as they are; FaceNet uses unit rows
-    (F.normalize). F.triplet_margin_loss computes the value.
+    (F.normalize). F.triplet_margin_loss computes the loss; this function adds the mining.
 
     anchor, positive    (N, D) each, any float type; the loss is float64 if an input is, else float32
-    negative            (N, D); or None: mining finds the negative of a_i among the rows of positive other
-                        than p_i (N ≥ 2), without storing the (N, N) matrix of distances
+    negative            (N, D); None: `mining` chooses n_i among the rows of positive other than p_i (N ≥ 2).
+                        The (N, N) matrix of distances is not stored
     margin              number > 0, a distance
     mining              "hard": the row nearest to a_i; "semi-hard": the nearest row among those farther from
                         a_i than p_i, or the farthest row if no row is farther than p_i

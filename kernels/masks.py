@@ -13,14 +13,14 @@ class Mask(NamedTuple):
     """A checked mask of (N, M) logits. An entry is excluded if any part of the mask excludes it.
 
     exclude                      what row i excludes: "none" | "diagonal" (column i + offset) | "pair" (the
-                                 columns i' and i' + M/2 of its sample's views, i' = i mod N/2 + offset) |
-                                 "target" (column row_ids[i]; after transposed(): column j excludes row
-                                 column_ids[j])
+                                 columns i' and i' + M/2, which are the views of its sample: i' = i mod N/2 +
+                                 offset) | "target" (column row_ids[i]; in a transposed mask, column j
+                                 excludes row column_ids[j])
     row_ids, column_ids          integers (N,), (M,): row i excludes columns with its id; None: no ids. For
-                                 exclude="target", row_ids holds the targets; column_ids is None
+                                 exclude="target", row_ids holds the targets, and column_ids is None
     row_groups, column_groups    integers (N,), (M,): row i excludes columns of other groups; None: no groups
-    row_features, column_features  (N, E), (M, E): columns with f_i·f_j ≥ phi are excluded; None: no features
-    offset                       row i belongs to column i + offset; a transposed mask has the negative offset
+    row_features, column_features  f (N, E), (M, E): row i excludes column j if f_i·f_j ≥ phi; or None
+    offset                       row i belongs to column i + offset; transposed() changes the sign of offset
     """
     exclude: str = "none"
     row_ids: Tensor | None = None
@@ -45,17 +45,17 @@ def positive_columns(mask, n, m, device):
         return mask.row_ids
     rows = torch.arange(n, device=device)
     if mask.exclude == "pair":
-        return own_columns(mask, rows.roll(n // 2), n, m)          # column of the sample's other view
+        return own_columns(mask, rows.roll(n // 2), n, m)          # column of the other view
     return rows + mask.offset
 
 
 def own_columns(mask, rows, n, m):
-    """Return the column that holds the same view as each of `rows` (row indices), for exclude = "pair"."""
+    """Return the column of the same view for each row index in `rows`, if exclude is "pair"."""
     return rows % (n // 2) + mask.offset + (rows >= n // 2) * (m // 2)
 
 
 def is_symmetric(mask):
-    """Return whether the mask is surely symmetric: without offset, ids, targets, groups and features."""
+    """Return whether the mask is surely symmetric: it has no offset, ids, targets, groups or features."""
     return mask.offset == 0 and not mask.has_vectors
 
 
@@ -117,7 +117,7 @@ def check_similar(similar, n, m):
 
 
 def column_ranges(mask, size):
-    """Return (blocks, 2) int32: (first column, last column + 1) in the groups of each block of `size` rows.
+    """Return (blocks, 2) int32: for each block of `size` rows, (first, last + 1) column of their groups.
 
     Return None for a mask without groups, or for at most FEW_ROWS rows and columns. If column groups are not
     sorted, each range covers all columns. The host reads no value from the GPU, so nothing synchronises.
@@ -136,8 +136,8 @@ def column_ranges(mask, size):
 def excluded(mask, rows, n, m, at=slice(None)):
     """Return a bool matrix (rows, columns), True for excluded entries; None if the mask excludes nothing.
 
-    rows  vector of indices of the n rows: the rows of the result
-    at    slice of the m columns: the columns of the result
+    rows  vector of indices from 0 to n − 1: the rows to return
+    at    slice of the m columns: the columns to return
     """
     columns = torch.arange(m, device=rows.device)[at]
     out = None

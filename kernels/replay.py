@@ -1,14 +1,14 @@
-"""Replay a loss: after the first call with the same shapes, the host only repeats the recorded steps.
+"""Replay a loss: a first call records its steps, and later calls with the same shapes repeat only these.
 
 With small batches, the GPU waits for the host. What the host does for a loss depends on shapes, dtypes, flags
-and numbers, which form the key of a call, and never on values in GPU memory. So calls with equal keys do the
-same work at other addresses. The first call with a key also runs the loss and its gradient once on copies of
-the arguments. Meanwhile a Recorder records the steps: launches of Triton kernels and operations of PyTorch. A
-Plan holds the steps, with a Part in place of each tensor. Tensors that only kernels use share a workspace.
+and numbers: these form the key of a call. It never depends on values in GPU memory. So calls with equal keys
+do the same work at other addresses. The first call with a key also runs the loss and its gradient once on
+copies of the arguments. Meanwhile a Recorder records the steps: launches of Triton kernels and operations of
+PyTorch. A Plan holds the steps, with a Part for each tensor. Tensors that only kernels use share a workspace.
 
-Not replayed: calls on the CPU, implementations other than Triton, problems that need more than MAX_WORKSPACE,
-new keys during the capture of a CUDA graph or after MAX_PLANS, and losses that raise CannotRecord. Profilers
-that use Triton's launch hooks do not see replayed launches.
+A call is not replayed if it runs on the CPU or not in Triton, if it needs more memory than MAX_WORKSPACE, if
+recording raises CannotRecord, or if its key is new after MAX_PLANS keys or while a CUDA graph is captured.
+Profilers that use Triton's launch hooks do not see replayed launches.
 """
 import functools
 import threading
@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import heuristics
 
-MAX_PLANS = 1024                # limit: each new value of a number, such as temperature=0.1, adds a plan
+MAX_PLANS = 1024                # a limit, as each new value of a number, such as temperature=0.1, adds a plan
 MAX_WORKSPACE = 2 ** 29         # 512 MiB: larger problems keep the GPU busy, so replaying saves no time
 ALIGNMENT = 256                 # parts of a workspace start at multiples of this number of bytes
 PLANS = {}                      # key -> Plan, or None if calls with the key cannot be replayed
 TENSORS, NUMBERS = (torch.Tensor, torch.nn.Parameter), (float, int, str, bool, type(None))
-ON_THIS_THREAD = threading.local()                             # .recorder: the Recorder of this thread
+ON_THIS_THREAD = threading.local()                             # .recorder: the thread's Recorder
 NO_SECOND_DERIVATIVE = ("kernels: the fused operations do not support create_graph=True, which second "
                         "derivatives need; use impl='eager'")
 
@@ -67,13 +67,13 @@ def capturing():
 
 
 def key_of(function, arguments, named):
-    """Return (key of the call, list of its different tensors); (None, ()) if the call cannot be replayed."""
+    """Return (key of the call, list of its tensors, each once); (None, ()) if the call cannot be replayed."""
     tensors, numbers, key = [], {}, [function, len(arguments), *named]
     values = [*arguments, *named.values()]
     for x in values:                                       # the loop appends the elements of tuples to values
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided or not on_gpu(x):  # a loss may read the values of a CPU tensor
+            if x.layout is not torch.strided or not on_gpu(x):  # a loss may read a CPU tensor
                 return None, ()
             number = numbers.setdefault(id(x), len(tensors))
             if number == len(tensors):
@@ -110,9 +110,9 @@ class CannotRecord(Exception):
 
 
 class Memory:
-    """A block of memory (the storage of a tensor) that a recorder has seen.
+    """A block of memory that a recorded operation or launch uses: the storage of a tensor.
 
-    kind       "given" (an input or the upstream gradient), "empty" (by torch.empty) or "result" (of a step)
+    kind       "given" (an input or the upstream gradient), "empty" (of torch.empty) or "result" (of a step)
     is_tensor  False: only kernels use the memory, so it becomes a part of a workspace
     stages     set of stages that use the memory: 0 (forward), 1 (backward)
     """
@@ -120,7 +120,7 @@ class Memory:
     def __init__(self, kind, start, size, shape, stride, dtype):
         self.kind, self.is_tensor, self.stages = kind, kind != "empty", set()
         self.start, self.size, self.shape, self.stride, self.dtype = start, size, shape, stride, dtype
-        self.home, self.offset = self, 0     # home: workspace of this memory; offset: its start there
+        self.home, self.offset = self, 0     # home: the workspace that holds it; offset: where in home
 
 
 def current_recorder():
@@ -129,17 +129,17 @@ def current_recorder():
 
 
 def record(function, arguments, named, tensors):
-    """Run the function and its gradients once on copies; return the Plan, or None if recording fails."""
+    """Run the function and its gradients on copies of the tensors; return the Plan, or None if this fails."""
     try:
         copies = {id(x): copy_of(x) for x in tensors}
         for x in tensors:
-            if "own_rows" in x.__dict__:                       # checks.py reads these attributes
+            if "own_rows" in x.__dict__:                       # checks.py reads what is set here
                 copies[id(x)].own_rows = x.own_rows
                 copies[id(x)].gathered_from = functools.partial(copies.get, id(gathered_from(x)))
         recorder = ON_THIS_THREAD.recorder = Recorder(copies.values())
         values = map_leaves(lambda x: copies.get(id(x), x), [*arguments, *named.values()])
         named = dict(zip(named, values[len(arguments):]))
-        # these innermost hooks on saved tensors hide the recorded run from a checkpoint around the loss
+        # without these hooks, a checkpoint around the loss would count what the recorded run saves
         hidden = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
         with hidden, torch.autograd.set_multithreading_enabled(False):
             with recorder:
@@ -181,7 +181,7 @@ def tensors_in(x):
 
 
 class Recorder(TorchDispatchMode):
-    """Records each operation of PyTorch, and each kernel launch, for which gpu/tiles.py calls launch()."""
+    """Records each operation of PyTorch and each kernel launch; for launches, gpu/tiles.py calls launch()."""
 
     def __init__(self, inputs):
         super().__init__()
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         return outs
 
     def launch(self, kernel, run, grid, arguments, named):
-        """Launch a kernel through run (its JITFunction.run); record the CompiledKernel.run that run calls."""
+        """Launch a kernel by run (JITFunction.run), and record the call of CompiledKernel.run in it."""
         compiled = run(*arguments, grid=grid, warmup=False, **named)
         if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
             raise CannotRecord("scratch memory")
@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
         return self.memories[address]
 
     def use(self, tensors, as_tensors):
-        """Record that this stage uses tensors; as_tensors=False: kernels use only their addresses."""
+        """Record that this stage uses tensors; as_tensors=False: that a kernel uses only their addresses."""
         for x in [x for x in tensors if on_gpu(x) and x.numel()]:
             memory = self.memory_of(x)
             memory.stages.add(self.stage)
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
                 raise CannotRecord("a view in another dtype")
 
     def use_result(self, stage, x):
-        """Record that a stage returns x. Memory that only kernels have used so far gets the shape of x."""
+        """Record that a stage returns x. If only kernels used its memory so far, this gets the shape of x."""
         memory, self.stage = self.memory_of(x), stage
         if not memory.is_tensor and memory.size == x.numel() * x.itemsize:
             memory.shape, memory.stride = x.shape, x.stride()
@@ -275,8 +275,8 @@ class Recorder(TorchDispatchMode):
 class Part:
     """Stands for a tensor in a step: the tensor in a slot (see Stage), plus an offset in bytes.
 
-    view  what the step needs: None (a kernel launch: only the address), "all" (an operation: the slot's
-          whole tensor) or (shape, stride, offset in elements) (an operation: a view of this tensor)
+    view  None: a kernel launch needs only the address; "all": an operation needs the slot's whole tensor;
+          (shape, stride, offset in elements): an operation needs this view of the slot's tensor
     """
 
     def __init__(self, slot, offset, view):
@@ -298,7 +298,7 @@ class Descriptor:
 
 
 def fill(x, held, address):
-    """Return x with each Part replaced by a tensor or an address, out of held and address (lists by slot)."""
+    """Return x with each Part replaced: by its tensor in held or its address in address (lists by slot)."""
     kind = type(x)
     if kind is Part:
         if x.view is None:
@@ -313,10 +313,10 @@ def fill(x, held, address):
 
 
 class Stage:
-    """The steps of forward or backward. Each tensor that they get, allocate or compute has a slot number."""
+    """The steps of forward or backward. Each tensor that these get, allocate or compute has a slot number."""
 
     def __init__(self, recorder, stage, given, new, results):
-        """Convert the recorded steps. given, new: Memory objects that the stage gets or allocates."""
+        """Convert the recorded steps. The stage gets each Memory in `given` and allocates each in `new`."""
         self.new = [(memory.shape, memory.stride, memory.dtype) for memory in new]
         self.slots = {memory: i for i, memory in enumerate([*given, *new])}
         self.steps = [self.step(recorder, *step) for step in recorder.steps[stage]]
@@ -326,9 +326,9 @@ class Stage:
     def step(self, recorder, function, values, names, found):
         """Return (function, arguments, pointers, tensors, others, names, is_new), a step for run().
 
-        pointers, tensors    [(i, slot, offset)]: argument i is an address; [(i, slot)]: it is a whole tensor
+        pointers, tensors    [(i, slot, offset)]: argument i is an address; [(i, slot)]: it is a slot's tensor
         others               [(i, x)]: argument i is fill(x), for example a view or a list of tensors
-        names, is_new        names of keyword arguments (None for a launch); which results get a new slot
+        names, is_new        names of keyword arguments (None: launch); for each result: is its slot new
         """
         values = map_leaves(lambda x: self.part(recorder, x, names is not None), values)
         changing = [(i, x) for i, x in enumerate(values)
@@ -389,12 +389,12 @@ class Stage:
 def current_stream(index):
     """Return the current stream of GPU `index` as a number. Tests replace this function."""
     from triton.runtime import driver
-    torch.cuda.is_current_stream_capturing()                   # this call sets a new thread's GPU context
+    torch.cuda.is_current_stream_capturing()                   # for a new thread: this sets its GPU context
     return driver.active.get_current_stream(index)
 
 
 def workspaces(memories):
-    """Assign memories that only kernels use to workspaces (forward, backward, both); return these."""
+    """Put memories that only kernels use into workspaces (for forward, backward, both); return these."""
     found = {}
     for memory in memories:
         if memory.stages and not memory.is_tensor:
@@ -407,7 +407,7 @@ def workspaces(memories):
 
 
 class Plan:
-    """The steps of a loss and of its gradients, and the slots that are saved between the two."""
+    """The steps of a loss and of its gradients, and the slots that forward saves for backward."""
 
     def __init__(self, recorder, out, gradients):
         self.backward, inputs = None, recorder.inputs
@@ -447,7 +447,7 @@ class Replay(torch.autograd.Function):
 
 
 def with_layout(x, layout):
-    """Return x, copied if it lost the recorded strides or alignment; saved-tensor hooks may change both."""
+    """Return x, or a copy if saved-tensor hooks have changed its recorded strides or alignment."""
     stride, alignment = layout
     if x.stride() == stride and x.data_ptr() % 16 == alignment and not x.is_neg():
         return x
