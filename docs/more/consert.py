@@ -20,7 +20,7 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s
     crop, delete         remove a fraction of the words, at least one: crop at the ends, delete anywhere
     synonym              replaces a fraction of the words, at least one, by WordNet synonyms (--wordnet)
 The cutoffs and embedding_dropout change the input of the encoder's first layer, and do not rescale the rest.
---adversarial needs anchors and positives: it adds noise to this input, along the loss's gradient.
+--adversarial needs anchors and positives. It adds noise to this input of anchors, along the loss's gradient.
 
 Data: a .txt file with one sentence per line, or a table with a column of sentences, or with one of anchors
 and one of positives. --dev, --test: columns sentence1, sentence2, score, or those of --dev-columns.
