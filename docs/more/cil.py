@@ -2,10 +2,10 @@
 Chen, Wu, Zhuang, ACL 2021, arXiv 2106.10855.
 
 A bag is the set of all sentences about the same two entities. A database names the relation of the entities,
-but some sentences do not express this relation. So the classifier, with the loss L_bag, reads only the bag's
-vector B_b, a weighted mean of the bag's sentence vectors x_i. CIL also trains each sentence: it pulls x_i to
-the vector a_i of an edited copy, and pushes x_i away from the vectors of other bags. b(i) is the bag of
-sentence i, s(u, v) = cos(u, v) / τ, t the step, w the number of warm-up steps, and L_MLM a masked-LM loss:
+but some sentences do not express this relation. Therefore the classifier (loss L_bag) reads only the vector
+B_b of bag b, a weighted mean of the vectors x_i of its sentences. CIL also trains each sentence: it pulls x_i
+to the vector a_i of an edited copy, and pushes x_i away from the vectors of other bags. b(i) is the bag of
+sentence i, s(u, v) = cos(u, v) / τ, t the step, w the number of warm-up steps. L_MLM is a masked-LM loss:
 
     L_C = mean over i of −log( exp s(x_i, a_i) / ( exp s(x_i, a_i) + Σ_{b ≠ b(i)} exp s(x_i, B_b) ) )
     L   = L_bag + 10 · tanh(t / 2w) · L_C + 0.1 · L_MLM
@@ -18,23 +18,23 @@ sentence i, s(u, v) = cos(u, v) / τ, t the step, w the number of warm-up steps,
 Data: OpenNRE's JSON lines, one sentence each, with a head entity h and a tail entity t; pos is [start, end):
     {"text": "Ada was born in Ulm.", "relation": "born_in",
      "h": {"id": "Q1", "name": "Ada", "pos": [0, 3]}, "t": {"id": "Q2", "name": "Ulm", "pos": [16, 19]}}
-The relation NA (or no_relation) means that no relation is known. In training a bag has one pair of ids and
-one relation; in evaluation a bag has one pair of ids and all relations of this pair.
+The relation NA (or no_relation) means that no relation is known. In training, the sentences of a bag
+have the same ids and the same relation. In evaluation, they have the same ids, and any relations.
 
-Expected: the scores on --dev rise. Evaluation ranks all pairs of a bag and a relation by probability. auc is
-the area under the precision-recall curve, f1 the best F1, p@100 the precision of the first 100 pairs, in
-percent. Published: auc 50.8 on NYT10-D, a label in the released code, which --form code follows.
+Expected: the scores on --dev rise. Evaluation ranks all (bag, relation) pairs by probability. In percent:
+auc is the area under the precision-recall curve, f1 the best F1, p@100 the precision of the first 100 pairs.
+Published: auc 50.8 on NYT10-D; the released code has this number in the label of a curve.
 
-Where the paper is silent, both forms follow the released code, antct/cil. --form code also follows it in:
-    L_C       negatives are s(x_j, B_b(i)): if i is the k-th sentence of its bag, j are the k-th of other bags
+Where the paper is silent, both forms follow the released code (antct/cil). --form code also follows it here:
+    L_C       the k-th sentence i of a bag has the negatives s(B_b(i), x_j), where j is k-th in another bag
     copies    edits only replace words (paper: also insert words), and drop punctuation and one-letter words
-    MLM       may mask entities, but not start marks; the released code also spares their places in other rows
+    MLM       may mask entities, but no start marks (released code: nor tokens at their place in other rows)
     p@N       the precision of the first N + 1 pairs
 Departures from the released code, in both forms:
 - Negatives are the bags of all GPUs, not of one GPU.
-- The learning rate falls to 0. In the released code, it falls only to half its peak on 2 GPUs.
-- L_C skips a sentence's own bag. The released code adds and subtracts its term, with large rounding errors.
-- The marks around entities are new tokens. Sentences are left out if --max-length cuts off a start mark.
+- The learning rate falls to 0. With the released code on 2 GPUs, it falls only to half its peak.
+- L_C skips a sentence's own bag. The released code adds the term of that bag and then subtracts it again.
+- New tokens mark the entities. A sentence is left out if --max-length cuts off the start mark of an entity.
 """
 import math
 import os
@@ -79,7 +79,7 @@ def make_parser():
         eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--contrastive-weight", type=at_least(0), default=10.0,
-        help="weight of the contrastive loss; 0: off; default 10 (released code); rises from 0")
+        help="weight of the contrastive loss; 0: off; default 10 (released code), reached gradually")
     add("--mlm-weight", type=at_least(0), default=0.1,
         help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
     add("--bag-size", type=at_least(1, int), default=3,
@@ -97,7 +97,7 @@ SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20
 
 
 def load_data(path, args):
-    """Read --data and set the defaults of missing flags. Return the result of cil_bags.load_sentences."""
+    """Return the result of cil_bags.load_sentences for --data. Fill in the defaults of flags."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     rows, names = cil_bags.load_sentences(path)
     log("cil", f"{args.form}: {len(rows):,} sentences, {len(names) - 1} relations besides NA, from {path}")
@@ -111,7 +111,7 @@ def build_model(args, run, relations, texts=None):
         fail(f"--model {args.model}: no heads.safetensors, expected a model that this script has trained")
     model = build_encoder(args, run, "cls", None, AutoModelForMaskedLM, texts=texts)
     cil_bags.add_marks(model)
-    set_dropout(model.encoder, 0.0, args.model)                # no dropout (released scripts)
+    set_dropout(model.encoder, 0.0, args.model)                # released scripts: no dropout
     config, width = model.encoder.config, 2 * model.encoder.config.hidden_size
     saved = [*config.id2label.values()] if heads.is_file() else None
     relations = saved if args.evaluate else relations
@@ -121,13 +121,13 @@ def build_model(args, run, relations, texts=None):
     model.sentence, model.classifier = model.heads
     if saved == relations:
         model.heads.load_state_dict(load_file(heads))
-    log("model", f"{describe_model(model, args)}, {len(relations)} relations with NA")
+    log("model", f"{describe_model(model, args)}, {len(relations)} relations, including NA")
     return model.to(run.device)
 
 
 def make_batch(bags, tokens, step, model, args):
-    """Draw --bag-size sentences of each bag, and return the batch for compute_loss.
-    bags: [((head id, tail id, relation), [indices of sentences])] of this rank."""
+    """Draw --bag-size sentences of each bag. Return (token ids of sentences, token ids of their copies, bags'
+    relations). bags: this rank's bags, [((head id, tail id, relation), [indices of sentences])]."""
     rows, size, number_of = [], args.bag_size, model.encoder.config.label2id
     for _, bag in bags:
         rng = random.Random(f"{args.seed} {step} {bag[0]}")
@@ -141,13 +141,13 @@ def make_batch(bags, tokens, step, model, args):
 
 
 def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, all_bag_of=None, impl="auto"):
-    """Return the loss L_C, a mean over N sentences. Vectors are normalised here; any float type.
+    """Return the loss L_C, a mean over N sentences. Vectors may have any norm and float type.
 
-    x, a         (N, D) vectors of sentences and of their edited copies; a zero vector has cosine 0 with all
+    x, a         (N, D) vectors of sentences and of their edited copies; cosines of a zero vector are 0
     bags         (B, D) vectors of all bags of the batch
     bag_of       (N,) integers from 0 to B − 1: the bag of each sentence
     form         "paper" | "code"; "code" requires the same number of sentences in all bags
-    all_x        (L, D) sentence vectors of all ranks, for form="code"; default x. Ranks must not share a bag
+    all_x        (L, D) sentence vectors of all ranks, for form="code"; default x. Ranks must share no bag
     all_bag_of   (L,) integers: the bag of each sentence in all_x; default bag_of
     returns      scalar float32 (float64 for float64 vectors); 0 if there is only one bag
     """
@@ -165,21 +165,21 @@ def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, 
         places = [places_in_bags(rows, len(all_x) // len(bags)) for rows in (bag_of, all_bag_of)]
     negatives = similarity_lse(queries, keys, temperature, exclude=(bag_of, ids), within=places, impl=impl)
     positive = (x * a).sum(1) / temperature
-    return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
+    return -F.logsigmoid(positive - negatives).mean()         # = log(e^positive + e^negatives) − positive
 
 
 def places_in_bags(bag_of, size):
-    """Number the sentences of each bag 0, 1, ... in row order: (N,). Each bag must have `size` sentences."""
+    """Return (N,) numbers: 0, 1, ... for the rows of each bag in order. Each bag must have `size` rows."""
     counts = bag_of.bincount()
     if ((counts != size) & (counts > 0)).any():
         raise ValueError("bag_of: expected the same number of sentences in each bag")
-    return bag_of.argsort(stable=True).argsort() % size        # sorted by bag, each bag has `size` rows
+    return bag_of.argsort(stable=True).argsort() % size        # place when sorted by bag, modulo `size`
 
 
 def bag_attention(x, bag_of, queries):
     """Return (B, D) bag vectors Σ_i α_i x_i, where α is the softmax of x_i·query over the bag's sentences.
 
-    x, bag_of   (N, D) sentence vectors, and (N,) integers, their bags, 0 to B − 1; each bag has a sentence
+    x, bag_of   (N, D) sentence vectors, and the bag of each, (N,) integers, 0 to B − 1; no bag is empty
     queries     (B, D) query of each bag: in training, the detached classifier weights of the bag's relation
     """
     check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), queries=(queries, "B D"))
@@ -194,18 +194,18 @@ def attend(scores, bag_of, count):
 
 
 def bag_scores(x, bag_of, weight, bias):
-    """Return (B, R) scores. Score (b, r) is bag b's probability of relation r, if weight[r] is its query.
+    """Return (B, R) scores. Score (b, r) is the probability of relation r for bag b with query weight[r].
 
-    x, bag_of      (N, D) sentence vectors, and (N,) integers, their bags, 0 to B − 1; each bag has a sentence
+    x, bag_of      (N, D) sentence vectors, and the bag of each, (N,) integers, 0 to B − 1; no bag is empty
     weight, bias   (R, D) and (R,) parameters of the classifier
     """
-    products, count = x @ weight.T, int(bag_of.max()) + 1      # W x_i first: avoids a (B, R, D) tensor of B_b
+    products, count = x @ weight.T, int(bag_of.max()) + 1      # scores W x_i first: no (B, R, D) tensor
     logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
     return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
 
 
 def encode(model, batch):
-    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b. h: last hidden states at the start marks."""
+    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b; h is the last state at a start mark."""
     def embed(group):
         _, ids, mask = group
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
@@ -219,7 +219,7 @@ def encode(model, batch):
 
 def compute_loss(model, batch, rows, args, schedule=1.0):
     """Return this rank's part of the loss of the global batch of `rows` bags, and the values to log. batch:
-    (token ids of this rank's sentences, of their copies, relations of its bags). schedule: tanh(t / 2w)."""
+    this rank's result of make_batch. schedule: the factor tanh(t / 2w) of L_C."""
     sentences, copies, relations = batch
     n, own = len(relations), own_rows(rows)
     bag_of = torch.arange(n, device=model.device).repeat_interleave(args.bag_size)

@@ -15,13 +15,13 @@ from kernels.training.errors import fail, log
 from kernels.training.progress import progress
 from kernels.training.text.tokens import tokenise
 
-MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # start, end of the head h and tail t
-UNKNOWN = "NA", "no_relation"                                  # either name means: no relation is known
+MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # start and end of head and tail
+UNKNOWN = "NA", "no_relation"                                  # both names mean: no relation is known
 WORD = re.compile(r"\w\w+")                                    # a word that an edit may change
 
 
 def load_sentences(path):
-    """Read a file of JSON lines, also .gz. Return (lines as dicts, names of their relations, NA first)."""
+    """Read JSON lines, plain or .gz. Return (lines as dicts, ["NA", names of the other relations])."""
     rows = []
     for place, row in read_jsonl(Path(path)):
         error = str(row) if isinstance(row, RowError) else line_error(row)
@@ -49,7 +49,7 @@ def line_error(row):
 
 
 def add_marks(model):
-    """Add the four marks to the vocabulary of a SentenceEncoder with a masked LM. Set model.marks to their
+    """Add the four MARKS to the vocabulary of a SentenceEncoder with a masked LM. Set model.marks to their
     ids (4,): start of the head, end of the head, start of the tail, end of the tail."""
     marks = [*itertools.chain(*MARKS.values())]
     model.tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
@@ -58,7 +58,7 @@ def add_marks(model):
 
 
 def marked_text(row, editor=None, rng=None):
-    """Return a line's text with marks around both entities. If they overlap, their common words appear twice.
+    """Return a line's text with marks around both entities. Words in both of them appear twice.
     editor: None, or a WordEditor that edits the text outside the entities, with random numbers from `rng`."""
     text, places = row["text"], sorted((*row[entity]["pos"], *marks) for entity, marks in MARKS.items())
     (start, end, *first), (start2, end2, *second) = places
@@ -73,8 +73,8 @@ class WordEditor:
     decides which words are changed. A word that occurs n times in all L texts has the idf log(L / n). In a
     text of k words, each occurrence of the word has the TF-IDF idf / k.
 
-    form    "paper": each change, with equal probability, replaces a word or inserts a new word before it.
-            "code": each change replaces a word; punctuation and one-letter words are dropped
+    form    "paper": each change replaces a word or inserts a new word before it, with equal probability.
+            "code": each change replaces a word; punctuation and one-letter words of the text are dropped
     """
 
     def __init__(self, texts, form="paper"):
@@ -84,7 +84,7 @@ class WordEditor:
         for words in texts:
             totals.update({word: n * self.idf(word) / len(words) for word, n in Counter(words).items()})
         self.vocabulary, most = [*totals], max(totals.values(), default=0)
-        # common new words are drawn less often: weight = largest total − own total; 1e-9, as not all may be 0
+        # draw new words with weight (largest total − own total) + 1e-9, because the weights must not all be 0
         self.cumulative = [*itertools.accumulate(most - total + 1e-9 for total in totals.values())]
 
     def idf(self, word):
@@ -101,7 +101,7 @@ class WordEditor:
         values = [self.idf(word) / len(words) for word in words]
         most = max(values)
         gaps = [most - value for value in values]
-        # draw words without replacement, weighted by gap; words with gap 0 are drawn only if others run out
+        # draw words without replacement, weighted by gap; draw words with gap 0 only after all others
         keys = [(1, math.log(1 - rng.random()) / gap) if gap > 0 else (0, rng.random()) for gap in gaps]
         chosen = sorted(range(len(words)), key=keys.__getitem__)[len(words) - count :]
         for i, new in zip(chosen, rng.choices(self.vocabulary, cum_weights=self.cumulative, k=count)):
@@ -114,10 +114,10 @@ class WordEditor:
 
 
 def tokenise_sentences(rows, model, args, editor=None):
-    """Tokenise lines, and leave out those that lose a start mark by truncation. Return (lines, tokens).
+    """Tokenise lines. Leave out a line if truncation cuts off a start mark. Return (lines, tokens).
 
     editor    a WordEditor, or None. The edited copies depend only on --seed and on the lines' numbers
-    tokens    tuple for each line: (token ids,), or with an editor (token ids, token ids of an edited copy)
+    tokens    a tuple for each line: (token ids,), with an editor (token ids, token ids of an edited copy)
     """
     limit, starts = min(args.max_length, model.max_length), model.marks[::2].cpu().numpy()
     columns = [[marked_text(row) for row in rows]]
@@ -140,17 +140,17 @@ def group_rows(rows, *names):
 
 
 def protected(ids, marks, form):
-    """Return (n, L) bool, True for tokens not to mask: entities with marks (paper), start marks (code)."""
+    """Return (n, L) bool: tokens that are never masked; form paper: entities and marks, code: start marks."""
     starts, ends = torch.isin(ids, marks[::2]), torch.isin(ids, marks[1::2])
     return starts if form == "code" else starts.cumsum(1) > ends.cumsum(1) - ends.long()
 
 
 def load_bags(path, model, args):
-    """Read a file for evaluation, where a bag has one pair of entities and all relations of the pair.
+    """Read a file for evaluation. A bag is made of all sentences of one pair of entities.
 
     returns   (token ids of all sentences, [indices of sentences] of each bag, facts, total)
-    facts     (B, R) bool: whether the file says that the bag's pair has relation r of the model
-    total     number of facts in the file, also for pairs without a bag and for relations unknown to the model
+    facts     (B, R) bool: whether the file says that the pair of bag b has relation r of the model
+    total     number of facts in the file, also facts without a bag or with a relation that the model lacks
     """
     rows, _ = load_sentences(path)
     number_of = model.encoder.config.label2id
@@ -170,11 +170,11 @@ def load_bags(path, model, args):
 
 
 def precision_recall(scores, facts, total, form="paper"):
-    """Rank all pairs of a bag and a relation except NA, and compare them with the known facts.
+    """Rank all (bag, relation) pairs except those with NA, and compare them with the known facts.
 
-    scores    (B, R) result of bag_scores; relation 0 is NA. Pairs with equal scores keep their order
+    scores    (B, R) result of bag_scores; relation 0 is NA. Ties keep the order of the rows
     facts     (B, R) bool: the known relations of each bag
-    total     number of facts in the file, including those of pairs without a bag
+    total     number of facts in the file, including facts without a bag; see load_bags
     form      "paper" | "code"; with "code", p@N is the precision of the first N + 1 pairs
     returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean" (their mean)} in percent; p@N is missing if
               there are too few pairs. "curve": list of the precision (0 to 1) at 1 %, 2 %, ... of recall
@@ -184,13 +184,13 @@ def precision_recall(scores, facts, total, form="paper"):
     count = torch.arange(1, len(hits) + 1, device=hits.device)
     precision, recall = hits / count, hits / total
     found = {"auc": torch.trapezoid(precision, recall), "f1": (2 * hits / (count + total)).max()}
-    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # index of the last pair of p@n
+    at = {n: n - (form == "paper") for n in (100, 200, 300)}   # p@n is precision[at[n]]
     found |= {f"p@{n}": precision[i] for n, i in at.items() if i < len(hits)}
     if "p@300" in found:
         found["p_mean"] = (found["p@100"] + found["p@200"] + found["p@300"]) / 3
     found = {name: 100 * value.item() for name, value in found.items()}
     levels = torch.arange(1, 101, dtype=recall.dtype, device=recall.device) / 100
-    places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9: hits / total has rounding errors
+    places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9 allows for rounding in `recall`
     return found | {"curve": precision[places[places < len(recall)]].tolist()}
 
 

@@ -1,9 +1,9 @@
 """ConSERT: A Contrastive Framework for Self-Supervised Sentence Representation Transfer. Yan et al., ACL
 2021, arXiv 2105.11741.
 
-The encoder reads two changed views of each sentence, or one of an anchor and one of its positive. Training
-pulls the two embeddings together and pushes them away from the embeddings of all other sentences. N sentences
-have 2N embeddings z_1 ... z_2N. z_i and z_i' are the views of one sentence, and s(i, j) = cos(z_i, z_j) / τ:
+The encoder reads two changed views of each sentence, or a view of an anchor and a view of its positive.
+Training pulls the two embeddings together and pushes them away from those of all other sentences. N sentences
+have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s(i, j) = cos(z_i, z_j) / τ:
 
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
@@ -19,19 +19,19 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the views of one sentence, and
     shuffle              permutes the positions of the tokens
     crop, delete         remove a fraction of the words, at least one: crop at the ends, delete anywhere
     synonym              replaces a fraction of the words, at least one, by WordNet synonyms (--wordnet)
-The cutoffs and embedding_dropout change the input of the encoder's first layer, without rescaling it.
---adversarial, for data with positives, adds noise along the loss's gradient to this input of the anchors.
+The cutoffs and embedding_dropout change the input of the encoder's first layer, and do not rescale the rest.
+--adversarial needs anchors and positives. It adds noise to this input of anchors, along the loss's gradient.
 
-Data: a .txt file with one sentence per line, or columns: one of sentences, or one of anchors and one of
-positives. Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns.
+Data: a .txt file with one sentence per line, or a table with a column of sentences, or with one of anchors
+and one of positives. --dev, --test: columns sentence1, sentence2, score, or those of --dev-columns.
 
 Published result of BERT-base: 72.74 after and 53.86 before training (mean Spearman × 100 of seven STS test
-sets; use --evaluate --pooling avg_top2). The second command trains BERT-base in this way, if sts.txt contains
-the sentences of the seven test sets, without labels. --recipe simcse uses the loss and optimizer of SimCSE,
-whose paper compares crop, delete and synonym.
+sets; use --evaluate --pooling avg_top2). The second command repeats this training if sts.txt contains the
+sentences of the seven test sets, without labels. --recipe simcse uses the loss and optimizer of SimCSE; the
+SimCSE paper compares the views crop, delete and synonym.
 
-Departures from the released code: this script's loss is the paper's mean over all anchors, not 0.15 times the
-sum of the means of both views. Only the released code stops early, after ten evaluations without progress.
+Departures from the released code: the loss is the paper's mean over all anchors, not 0.15 times (mean over
+first views + mean over second views). Only the released code stops after ten evaluations without progress.
 """
 import contextlib
 import math
@@ -110,20 +110,20 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Read --data into a Table with one or two columns. Set the defaults of missing flags, check --views."""
+    """Read --data into a Table with one or two columns. Fill in the defaults of flags, check --views."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     columns = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     fill_defaults(args, dict(view_rates=[VIEWS[name] for name in args.views]))
     if columns > 2:
-        fail(f"{path}: {columns} columns, expected sentences, or anchors and positives; see --columns")
+        fail(f"{path}: {columns} columns, expected 1 (sentences) or 2 (anchors, positives); see --columns")
     if len(table) < args.batch_size:
         fail(f"{path}: {len(table)} rows, expected at least --batch-size, which is {args.batch_size}")
     if args.adversarial and columns == 1:
         fail(f"--adversarial: {path} has 1 column, expected an anchor and a positive; see --columns")
     if ("synonym" in args.views) != bool(args.wordnet):
-        fail("--views synonym and --wordnet, the folder of a WordNet database such as /usr/share/wordnet of "
-             "Debian's package wordnet-base, need each other")
+        fail("--views synonym and --wordnet need each other; --wordnet is the folder of a WordNet database, "
+             "such as /usr/share/wordnet of Debian's package wordnet-base")
     if args.prompt and {*args.views} & {*WORD_VIEWS}:
         fail(f"--prompt: --views {' '.join(args.views)} would change the words of the prompt, too")
     log("consert", describe_table(table, header))
@@ -132,8 +132,8 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Load the encoder. Fail if --views or --adversarial need its module `embeddings` and it has none."""
-    head = "train-only" if args.loss == "infonce" else None               # default with cls pooling
+    """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial change."""
+    head = "train-only" if args.loss == "infonce" else None               # head of cls pooling
     model = build_encoder(args, run, "avg", head)
     set_dropout(model.encoder, args.dropout, args.model)
     if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
@@ -184,7 +184,7 @@ def number_to_change(words, rate):
 
 
 def remove_words(words, name, rate, rng):
-    """Remove a fraction of the words: "crop" at the ends, "delete" anywhere. At least one word stays."""
+    """Remove a fraction of the words: "crop" at the ends, "delete" anywhere. At least one word remains."""
     kept = len(words) - number_to_change(words, rate)
     if kept < 1:
         return words
@@ -195,7 +195,7 @@ def remove_words(words, name, rate, rng):
 
 
 def replace_by_synonyms(text, words, rate, wordnet, rng):
-    """Replace a fraction of the words by synonyms. Words without synonyms stay. words: see tag_words."""
+    """Replace a fraction of the words by synonyms. Other words stay. words: an item of tag_words."""
     left, new = number_to_change(words, rate), {}
     for start, end, pos in rng.sample(words, len(words)):
         options = []
@@ -212,7 +212,7 @@ def replace_by_synonyms(text, words, rate, wordnet, rng):
 
 
 def cutoff(x, mask, name, rate):
-    """Set a fraction of each text's features, tokens or entries, rounded down, to 0 (released code).
+    """Set a fraction of each text's features, tokens or entries to 0; round down, as the released code does.
 
     x       (n, L, D) input of the encoder's first layer
     mask    (n, L) bool, False at padding; feature_cutoff also changes padding
@@ -247,8 +247,8 @@ def reorder(x, order):
 def changed_embeddings(encoder, args, mask, view, noise=None):
     """Within this context the encoder applies shuffle, noise and cutoffs to the texts that it reads.
 
-    shuffle permutes the word embeddings, and restores the order of words in the output of the last layer, so
-    that each word has another position. Noise and cutoffs change the output of the module `embeddings`.
+    shuffle permutes the word embeddings, so that words get other positions, and restores the order of words
+    in the output of the last layer. Noise and cutoffs change the output of the module `embeddings`.
 
     mask     (n, L) attention mask of the texts
     view     (n,) view of each text, an index into args.views
@@ -259,12 +259,12 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
     if shuffled.any():
         order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
         order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
-        noise = None if noise is None else reorder(noise, order)               # noise moves with its token
+        noise = None if noise is None else reorder(noise, order)               # a token's noise moves along
 
         def shuffle(_, __, words):
             return reorder(words, order)
 
-        def undo_shuffle(_, __, output):                       # pooling may need the first or last token
+        def undo_shuffle(_, __, output):                       # because pooling may read the first token
             output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
             return output
 
@@ -299,8 +299,8 @@ def encode(model, batch, args):
 
 
 def add_adversarial_noise(model, batch, rows, args):
-    """Return the batch with noise for its first views. Each token gets a step of length --adversarial, along
-    the gradient of the loss with respect to the token's embedding."""
+    """Return the batch with noise for its first views. Noise moves the embedding of each token by a step of
+    length --adversarial, along the gradient of the loss with respect to this embedding."""
     width = model.encoder.config.hidden_size
     noise = [torch.zeros(*ids.shape, width, device=ids.device, requires_grad=True) for _, ids, *_ in batch]
     loss, _ = compute_loss(model, [[*group, step] for group, step in zip(batch, noise)], rows, args)

@@ -3,9 +3,9 @@
 
 Each document gives A anchors: spans of its text. Each anchor has P positives: spans that overlap or touch it.
 Training pulls an anchor to the mean embedding of its positives, and pushes the anchor away from all other
-anchors and means, also those of the same document. The encoder also learns to predict masked tokens of the
-anchors (L_MLM). N documents have 2AN vectors z_1 ... z_2AN: the embeddings of the anchors, and the means.
-Vector i' is the mean of anchor i, or the anchor of mean i, and s(i, j) = cos(z_i, z_j) / τ:
+anchors and means, including those of the same document. The encoder also learns to predict masked tokens of
+the anchors (L_MLM). N documents have AN anchor embeddings and AN means, together z_1 ... z_2AN. z_i' is the
+mean of the positives of anchor z_i; if z_i is a mean, z_i' is its anchor. s(i, j) = cos(z_i, z_j) / τ:
 
     L = 1/2AN Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ] + L_MLM
 
@@ -14,15 +14,15 @@ Vector i' is the mean of anchor i, or the anchor of mean i, and s(i, j) = cos(z_
     torchrun --nproc-per-node 4 docs/more/declutr.py --data documents.jsonl --out out/declutr-4
 
 Data: a .txt file has one document per line; other files have a column of documents. Documents with fewer than
-2 · A · --max-length tokens are skipped. --dev, --test: columns sentence1, sentence2, score, or --dev-columns.
+2 · A · --max-length tokens are skipped. --dev, --test: columns sentence1, sentence2, score (--dev-columns).
 
 Published result of DistilRoBERTa: 77.50 after and 72.58 before training (mean of SentEval's downstream tasks
-without SNLI; --transfer evaluates such tasks). The first command trains DistilRoBERTa in this way, if
-documents.jsonl contains the documents of OpenWebText with at least 2,048 tokens.
+without SNLI; --transfer evaluates such tasks). The first command repeats this training if documents.jsonl
+contains the documents of OpenWebText with at least 2,048 tokens.
 
-Both forms sample spans as the released code does: the document is divided into cells of --max-length tokens,
-and each anchor lies within one cell. --form code also follows the released code in this point:
-    MLM    z_i of an anchor comes from its masked text; the MLM decoder shares the encoder's word embeddings
+Both forms sample spans as the released code does: a document is divided into cells of --max-length tokens,
+and each anchor lies within one cell. --form code also follows the released code here:
+    MLM    z_i of an anchor is made from masked text; the MLM decoder shares the encoder's word embeddings
 Departures from the released code:
 - The released code divides contrastive gradients by the number of GPUs; this script does not.
 - The released code drops the last batch of an epoch if the batch is not full; this script uses the batch.
@@ -72,7 +72,7 @@ def make_parser():
         lr=(None, "5e-5 (paper), 1e-3 with --model scratch; in the first tenth of the steps the rate rises "
                   "from 1/32 of this value to this value, then it falls back to 1/32"))
     add("--spans", nargs=2, type=at_least(1, int), default=[2, 2], metavar=("A", "P"),
-        help="number of anchors per document and of positives per anchor; default 2 2 (paper)")
+        help="A anchors per document, and P positives per anchor; default 2 2 (paper)")
     add("--mlm-weight", type=at_least(0), default=1.0,
         help="weight of the masked-LM loss; 0: off; default 1 (paper)")
     return parser
@@ -87,7 +87,7 @@ MIN_SPAN = 32                                                  # least number of
 
 
 def load_data(path, args):
-    """Read --data into a Table with one document per row, and set the defaults of missing flags."""
+    """Read --data into a Table with one document per row, and fill in the defaults of flags."""
     _, table = read_table(path, empty_cell, columns=args.columns)
     if len(next(iter(table))[1]) > 1:
         fail(f"{path}: several columns, expected one of documents; choose it by --columns")
@@ -97,7 +97,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Load the encoder with its masked-LM head. --form paper unties the decoder from the word embeddings."""
+    """Load the encoder and its masked-LM head. --form paper gives the head its own word embeddings."""
     model = build_encoder(args, run, "avg", None, AutoModelForMaskedLM)
     if args.form == "paper":
         untie_decoder(model.lm)
@@ -107,7 +107,7 @@ def build_model(args, run):
 
 def special_tokens(tokenizer):
     """Return (number of special tokens before a text, number of special tokens after a text)."""
-    tokenizer.backend_tokenizer.no_padding()                   # the tokenizer's file may turn padding on
+    tokenizer.backend_tokenizer.no_padding()                   # saved tokenizers may pad
     special = tokenizer.backend_tokenizer.encode("a").special_tokens_mask
     return special.index(0), special[::-1].index(0)
 
@@ -129,8 +129,8 @@ def long_documents(table, model, args):
 
 def make_batch(tokens, picked, model, args):
     """Return (batch of anchors, batch of positives) of the documents whose numbers are in `picked`. Anchors
-    are in order of documents; the first positives of all anchors precede the second positives, and so on."""
-    rng = random.Random(int(torch.randint(2**62, ())))         # --resume restores PyTorch's generator
+    are in document order. Positives: the first of each anchor, then the second of each, and so on."""
+    rng = random.Random(int(torch.randint(2**62, ())))         # seed from PyTorch, for --resume
     anchors, *positives = sample_spans([tokens[i][0] for i in picked], model, args, rng)
     return model.batch(anchors), model.batch(*positives)
 
@@ -157,13 +157,13 @@ def sample_spans(documents, model, args, rng):
                 least, most = max(0, start - more), min(start + length, len(ids) - more)
                 spans.append((rng.randint(least, most), more))
             for view, (at, length) in zip(views, spans):
-                room = size - n_start - n_end                  # for tokens that are not special
+                room = size - n_start - n_end                  # for tokens of the span
                 view.append(np.concatenate([start_ids, ids[at : at + length][:room], end_ids]))
     return views
 
 
 def span_length(a, b, longest, rng):
-    """Sample a span length from Beta(a, b), scaled from min(MIN_SPAN, longest // 2) to `longest` tokens."""
+    """Sample a span length: Beta(a, b), stretched to the range min(MIN_SPAN, longest // 2) to `longest`."""
     least = min(MIN_SPAN, longest // 2)
     return int(rng.betavariate(a, b) * (longest - least) + least)
 
@@ -184,10 +184,10 @@ def sample_cell(cells, left, rng):
 
 
 def masked_embeddings(model, batch, impl="auto"):
-    """Mask tokens of a batch and embed the batch. Return (embeddings (n, H), this rank's part of the mean
-    cross entropy of the masked tokens). One forward pass gives both, as in the released code."""
+    """Mask tokens of a batch and embed it. Return (embeddings (n, H), this rank's part of the mean cross
+    entropy of the masked tokens). One forward pass computes both, as in the released code."""
     def embed_group(group):
-        """Return (n, H + 2): embeddings, then two columns with loss sum and token count in the first row."""
+        """Return (n, H + 2): embeddings, and two columns with loss sum and token count in row 0."""
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 
@@ -209,7 +209,7 @@ def compute_loss(model, batch, rows, args):
             mlm = masked_lm_loss(model, anchors, args.impl)
     z2 = torch.stack(model(positives).chunk(args.spans[1])).mean(0)
     gathered = None
-    if len(z1) < rows * count:                                 # several ranks: gather by documents
+    if len(z1) < rows * count:                                 # several ranks: gather whole documents
         gathered = [gather_keys(z.unflatten(0, (-1, count)), rows, args).flatten(0, 1) for z in (z1, z2)]
     with loss_autocast(z1, args):
         loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start * count,

@@ -6,9 +6,9 @@ cross entropy, z_i the input of the last layer for text i, and J_i are the other
                           L = (1 − λ) CE + λ SCL,  s_ij = cos(z_i, z_j) / τ
                           SCL = mean over i of −1/|J_i| Σ_{j in J_i} log( exp s_ij / Σ_{k ≠ i} exp s_ik )
     --ood-epochs, --ood   out-of-domain detection (Zeng et al., ACL 2021, arXiv 2105.14289). A first stage
-                          minimises SCL of the texts and their adversarial views. There, each word embedding x
-                          becomes x + ε g / ‖g‖; g is the gradient of CE at x. After training, three
-                          detectors tell --ood (texts of classes not in --data) from --dev
+                          minimises SCL of the texts and their adversarial views. In these, a word embedding x
+                          becomes x + ε g / ‖g‖; g is the gradient of CE at x. After training, three detectors
+                          separate the texts of --ood (whose classes are not in --data) from those of --dev
     --contrast-set        accuracy on test texts and on edited copies with other labels (Gardner et al. 2020)
 
     python docs/more/finetune.py --rdrop-weight 1 --data rte.tsv --dev rte-dev.tsv
@@ -20,8 +20,8 @@ Data and defaults are those of childtuning.py. --contrast-set has the columns of
 columns of --data.
 Expected: the score on --dev rises. docs/results.md lists scores of our runs.
 --form code follows the released code where it differs from the papers:
-    R-Drop    L = (CE1 + CE2) / 2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), where KL is summed over the batch
-    Zeng      SCL of the first stage has one logarithm per pair of texts; see ood_contrastive_loss
+    R-Drop    L = (CE1 + CE2) / 2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), with KL summed over the batch
+    Zeng      SCL of the first stage takes one logarithm per pair of texts; see ood_contrastive_loss
 Departures in both forms: SCL is a mean over the texts that have a positive; in the paper, it is a sum. One
 learning-rate schedule covers --ood-epochs and --epochs. Steps whose gradient is not finite are skipped.
 """
@@ -78,7 +78,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return the rows [(texts, label)] of a file; see classifier.load_rows. Set missing flags to defaults."""
+    """Return the rows [(texts, label)] of a file (classifier.load_rows). Fill in the defaults of flags."""
     fill_defaults(args, dict(epochs=12, lr=2e-3) if args.model == "scratch" else dict(epochs=3, lr=4e-5))
     rows = classifier.load_rows(path, args)
     if args.task == "regression" and (args.supcon_weight or args.ood_epochs or args.ood or args.contrast_set):
@@ -88,7 +88,7 @@ def load_data(path, args):
 
 
 def load_test_sets(args):
-    """Return {"unseen": rows of --ood, "original" and "edited": rows of --contrast-set}; [] if not given."""
+    """Return {"unseen": rows of --ood, "original" and "edited": rows of --contrast-set}; [] without flag."""
     found = dict(unseen=load_unseen(args) if args.ood else [], original=[], edited=[])
     if args.contrast_set:
         found["original"], found["edited"] = (load_data(path, args) for path in args.contrast_set)
@@ -104,7 +104,7 @@ def load_test_sets(args):
 def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
     """Return R-Drop's loss: task losses of two passes over the same rows, plus a penalty for differences.
 
-    logits1, logits2   (N, C) predictions of the two passes; (N, 1) in regression. Both get a gradient
+    logits1, logits2   (N, C) logits of the two passes; (N, 1) in regression. Gradients flow into both
     labels             (N,) int64, or float in regression
     alpha              weight α of the penalty
     form               "paper": CE1 + CE2 + α · mean over rows of K
@@ -128,17 +128,17 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
 def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
     """Return SCL, the mean supervised contrastive loss of the views that have a positive; 0 if none has one.
 
-    z         (N, V, D) features, V views of N texts; normalised here
+    z         (N, V, D) features, V views of N texts; this function normalises them
     labels    (N,) integers
     gathered  (z, labels) of all ranks, z with gradient; None on one rank
-    offset    this rank's first row in `gathered`
-    source    Gunel et al. 2021, eq. 3. Their SCL is a sum over views, so the effect of λ grows with the batch
+    offset    index of this rank's first row in `gathered`
+    source    Gunel et al. 2021, eq. 3, where SCL is a sum over views, so that λ weighs more in larger batches
     """
     check_rows(z=(z, "N V D"), labels=(labels, "N", int))
     loss = sup_con_loss(z, labels, temperature, gathered=gathered, offset=offset, normalize=True)
     all_labels = labels if gathered is None else gathered[1]
     _, group, sizes = all_labels.unique(return_inverse=True, return_counts=True)
-    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # part of views with positives
+    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # views with a positive
     return loss / share.clamp(min=1 / len(all_labels))
 
 
@@ -150,10 +150,10 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
     labels       (N,) integers
     form         "paper": SupCon's mean over all 2N views
                  "code": the mean over i of −1/|C_i| Σ_{j in C_i} log(a_ij / Σ_l a_il), plus the same with
-                 z and z' swapped; a_ij = [j ≠ i] e^{z_i·z_j/τ} + e^{z_i·z'_j/τ}, and C_i are the texts with
-                 the label of text i
+                 z and z' swapped. a_ij = [j ≠ i] e^{z_i·z_j/τ} + e^{z_i·z'_j/τ}; [j ≠ i] is 0 for j = i,
+                 else 1; C_i are the texts with the label of text i
     gathered     (pairs (z_i, z'_i) as (M, 2, D), labels) of all ranks, with gradient; None on one rank
-    offset       this rank's first row in `gathered`
+    offset       index of this rank's first row in `gathered`
     source       Zeng et al. 2021
     """
     check_rows(z=(z, "N D"), z_adv=(z_adv, "N D"), labels=(labels, "N", int))
@@ -181,11 +181,11 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
 
 
 def adversarial_noise(gradient, mask, size):
-    """Return noise (n, L, H), float32 or float64: a step of length `size` along the gradient of each token.
+    """Return noise (n, L, H), float32 or float64: for each token, a step of length `size` along its gradient.
 
-    gradient   (n, L, H) gradient of a loss for the word embeddings, any float type; 0 gives no step
+    gradient   (n, L, H) gradient of a loss for the word embeddings, any float type; no step where it is 0
     mask       (n, L) integers, 0 for padding, which gets no step
-    source     Zeng et al. 2021; their code uses size 0.1
+    source     Zeng et al. 2021; the released code uses size 0.1
     """
     check_rows(gradient=(gradient, "n L H"), mask=(mask, "n L", int))
     checks.check_number("size", size)
@@ -204,7 +204,7 @@ def adversarial_views(model, inputs, labels, size):
     hook = layer.register_forward_hook(lambda layer, ids, x: words.append(x))
     logits, z = classify_with_features(model, inputs)
     hook.remove()
-    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # two calls: T5; (length, batch): XLNet
+    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5: two calls; XLNet: (length, batch)
         fail(f"{type(model).__name__} does not embed the words of a batch in one call, one text per row; "
              "--ood-epochs needs a model like BERT", every_rank=True)
     task = F.cross_entropy(logits, labels, reduction="sum")
@@ -217,17 +217,17 @@ def adversarial_views(model, inputs, labels, size):
 
 
 def gathered_rows(z, labels, rows):
-    """Return `gathered` and `offset` for supcon_loss and ood_contrastive_loss; {} with one rank."""
+    """Return the arguments gathered and offset of supcon_loss and ood_contrastive_loss; {} with one rank."""
     if len(z) == rows:
         return {}
     return dict(gathered=(gather_rows(z, rows), gather_rows(labels, rows)), offset=own_rows(rows).start)
 
 
 def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log."""
+    """Return this rank's part of the loss of the global batch (`rows` rows), and the values to log."""
     inputs, labels = batch
     passes = [classify_with_features(model, inputs) if args.supcon_weight else (classify(model, inputs), None)
-              for _ in range(1 if args.rdrop_weight is None else 2)]           # each has its own dropout
+              for _ in range(1 if args.rdrop_weight is None else 2)]           # each pass has its own dropout
     logits, features = zip(*passes)
     if args.rdrop_weight is None:
         loss = task_loss(*logits, labels)
@@ -249,7 +249,7 @@ def compute_ood_loss(model, batch, rows, args):
     logits, z, z_adv = adversarial_views(model, inputs, labels, args.adversarial)
     loss = ood_contrastive_loss(z, z_adv, labels, args.temperature or 0.1, args.form,
                                 **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
-    # 0 · logits: the last layer's gradient is 0, not None, on one rank as on several (all_reduce_gradients)
+    # 0 · logits: gives the last layer a gradient of 0, as all_reduce_gradients does on several ranks
     loss = (loss + 0 * logits.sum()) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
 

@@ -1,5 +1,5 @@
-"""Parts of finetune.py: features of texts, and the three detectors of --ood. A detector scores texts; those
-of known classes should have higher scores than those of unseen classes."""
+"""Parts of finetune.py: features of texts, and the three detectors of --ood. A detector gives
+each text a score, which should be higher for texts of known classes than for texts of unseen classes."""
 import numpy as np
 import torch
 
@@ -10,7 +10,7 @@ from kernels.training.text.classifier import classify, read_table_with_names
 
 def classify_with_features(model, inputs):
     """Classify texts. Return (logits (n, labels), features (n, H)), both float32. The features are the input
-    of the last linear layer. In training, dropout has changed them."""
+    of the last linear layer. In training, dropout changes them."""
     labels, seen = model.config.num_labels, []
     linear = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
     hooks = [part.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -36,7 +36,7 @@ def attention_mask_of(inputs):
 
 def load_unseen(args):
     """Read --ood into [(texts, 0)], where 0 replaces a label. The columns are the text columns of --data.
-    Fail if scikit-learn is not installed, which local_outlier_factor needs."""
+    Fail if scikit-learn, which local_outlier_factor needs, is not installed."""
     if not args.data or not args.dev:
         fail(f"--ood {args.ood}: requires training texts in --data, and texts of the same classes in --dev")
     try:
@@ -45,10 +45,10 @@ def load_unseen(args):
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
     header, table, named = read_table_with_names(args.ood, args.text_columns)
     names, expected = ([*map(normalise_name, columns)] for columns in (header, args.text_columns))
-    if not named and len(names) == len(expected):              # no header: all columns are texts
+    if not named and len(names) == len(expected):              # no header: all are texts
         names = expected
     if not set(expected) <= set(names):
-        fail(f"{args.ood}: columns {join_names(header)}; expected those of {args.data}, "
+        fail(f"{args.ood}: columns {join_names(header)}; expected the text columns of {args.data}: "
              f"{join_names(args.text_columns)}")
     rows = [(place, tuple(cells[names.index(name)] for name in expected)) for place, cells in table]
     for place, texts in rows:
@@ -84,7 +84,7 @@ def local_outlier_factor(train, x, neighbours=20):
 def mahalanobis(train, labels, x):
     """Return (n,) float64 −(z − μ)ᵀ Σ⁺ (z − μ) for each row z of x (n, H), where μ is the nearest class mean.
 
-    train, labels   (N, H) training features of any float type, and their (N,) classes, integers
+    train, labels   (N, H) training features of any float type, and the class of each, (N,) integers
     source          Lee et al. 2018: Σ = 1/N Σ_i (z_i − μ_i)(z_i − μ_i)ᵀ over all classes, where μ_i is the
                     mean of the class of z_i; Σ⁺ is its pseudo-inverse
     """
@@ -96,7 +96,7 @@ def mahalanobis(train, labels, x):
     variances, directions = torch.linalg.eigh(centred.T @ centred / len(train))
     # a variance below the rounding error of float32 features counts as 0
     real = variances > torch.finfo(torch.float32).eps * variances.max()
-    whitening = directions[:, real] / variances[real].sqrt()   # Mahalanobis becomes Euclidean distance
+    whitening = directions[:, real] / variances[real].sqrt()   # makes the distance Euclidean
     whitened, centres = ((z - means[0]) @ whitening for z in (x.double(), means))
     return -torch.cdist(whitened, centres).amin(1).square()
 

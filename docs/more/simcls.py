@@ -12,17 +12,17 @@ c_1 ... c_C are those of the candidates in this order. With s(x) = cos(z, x) and
     python docs/more/simcls.py --data train.tsv --dev val.tsv --form code --candidate-length 80 --out out/xsum
     python docs/more/simcls.py --evaluate --model out/simcls --dev test.tsv
 
-Data: columns text, reference, and one per candidate, from best to worst. --columns chooses the columns, or a
-header (text reference candidate_1 candidate_2 ...), or else their order. A JSON row may have a list of
-candidates. --dev has the same columns, and may have a last column `scores` with a number for each candidate,
-such as ROUGE, separated by spaces. The checkpoint whose chosen candidates have the highest mean score is
-kept. Without scores, the checkpoint that chooses the first candidate most often is kept.
+Data: columns for text, reference and each candidate, from best to worst. --columns names the columns; else a
+header does (text reference candidate_1 candidate_2 ...), or else their order. A JSON row may have a list of
+candidates. --dev has the same columns, and may end with a column `scores`: one number for each candidate,
+such as ROUGE, separated by spaces. The script keeps the checkpoint with the highest mean score of the chosen
+candidates. Without scores, it keeps the checkpoint that chooses the first candidate most often.
 
 Published ROUGE-1, ROUGE-2, ROUGE-L of the chosen summaries, with 16 candidates per text: 46.67, 22.15, 43.54
 on CNN/DailyMail (first command); 47.61, 24.57, 39.44 on XSum (second command). The script computes no ROUGE.
 
 --form code follows the released code in this point:
-    L    the first sum is a mean; the second adds, for each distance j − i, the mean over its pairs
+    L    the first sum is a mean; the second adds up, for each distance j − i, the mean over its pairs (i, j)
 """
 import os
 import re
@@ -86,7 +86,7 @@ SCORES = {"scores": "scores rouge rouges candidatescores".split()}             #
 
 
 def load_data(path, args):
-    """Read --data into a Table. Set args.count, the number of columns, and the defaults of missing flags."""
+    """Read --data into a Table. Set args.count, the number of columns, and the defaults of flags."""
     header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
     args.count = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -115,14 +115,14 @@ def load_dev(path):
 
 
 def build_model(args, run):
-    """Load the encoder. Its default embedding is the state of the first token, without a head."""
+    """Load the encoder. By default, an embedding is the last state of the first token, without a head."""
     model = build_encoder(args, run, "cls_before_pooler")
     log("model", describe_model(model, args))
     return model.to(run.device)
 
 
 def make_batch(tokens, picked, model, args):
-    """Return the batch of the rows whose numbers are in `picked`. Truncated candidates still end in [SEP]."""
+    """Return the batch of the rows whose numbers are in `picked`. Cut candidates keep their last token."""
     most = args.candidate_length
 
     def cut(ids):
@@ -139,10 +139,10 @@ def ranking_loss(scores, reference, margin=0.01, form="paper"):
     """Return L: candidates should score below the reference, and above worse candidates by a margin.
 
     scores      (B, C) scores of the C candidates of B texts, from best to worst, any float type
-    reference   (B,) score of each text's reference, the same type
+    reference   (B,) score of each text's reference, of the same dtype as scores
     margin      λ, margin between consecutive candidates
-    form        "paper" | "code", see the top of this file. With "code" each distance j − i has the same total
-                weight. There are fewer pairs at a large distance, so each of these pairs weighs more
+    form        "paper" | "code", see the top of this file. With "code", all distances j − i have the same
+                total weight. There are fewer pairs at a large distance, so each of these pairs weighs more
     returns     scalar
     source      Liu and Liu 2021, arXiv 2106.01890
     """
@@ -224,7 +224,7 @@ def main(argv=None):
         loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()
         loss.backward()
-        all_reduce_gradients(model)                            # no gradient clipping (released code)
+        all_reduce_gradients(model)                            # released code: no clipping
         optimizer.step()
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:

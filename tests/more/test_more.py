@@ -17,7 +17,7 @@ def test_the_script_finds_kernels(name, monkeypatch):
 
 
 @pytest.mark.parametrize("command, message", [
-    ("consert --data three.csv", r"three\.csv: 3 columns, expected sentences, or anchors and positives; .*"),
+    ("consert --data three.csv", r"three\.csv: 3 columns, expected 1 \(sentences\) or 2 .*"),
     ("declutr --columns 1 --max-length 32", r"good\.csv: 0 of 3 documents have at least 128 .*"),
     ("simcls", r"good\.csv: 2 columns, expected text, reference and candidates; see --columns"),
     ("cil --evaluate --model .", "--model .: no heads.safetensors, expected a model that .*")])
