@@ -10,10 +10,10 @@ implementation, the output has these columns:
 forward ms    median time of a forward pass
 ms            median time of a forward and a backward pass together; 20 %, 80 %: percentiles of this time
 MB            peak memory of both passes, in 2^20 bytes, with the gradients but without the inputs
-error         |g - g64| / |g64|, where g is the gradient of q, and g64 the same gradient in float64
+error         relative error |g - g64| / |g64| of the gradient g of q; g64 is this gradient in float64
 
-On a GPU, the L2 cache is flushed before each timed run. A process measures all cases of one implementation,
-from small to large. If it crashes, or a case takes longer than --limit, its remaining cases are not measured.
+On a GPU, the L2 cache is flushed before each timed run. One process per implementation measures all cases,
+from small to large. If it crashes, or a case takes longer than --limit, the remaining cases are not measured.
 """
 import argparse
 import contextlib
@@ -67,7 +67,7 @@ def make_inputs(loss, size, dtype, device, trained):
 
     q = F.normalize(torch.randn(n, d, **seeded(0)), dim=1)
     k = F.normalize(torch.randn(m + n if loss == "queue_loss" else m, d, **seeded(1)), dim=1)
-    if trained:  # this cosine makes (log-sum-exp of M random rows) − (logit of the positive) = log 5e-3
+    if trained:  # with this cosine, lse of M random logits = logit of the positive + log 5e-3
         cosine = TAU * (math.log(m) + 1 / (2 * d * TAU ** 2) - math.log(5e-3))
         noise = k[-n:] - (k[-n:] * q).sum(1, keepdim=True) * q
         k[-n:] = cosine * q + (1 - cosine ** 2) ** 0.5 * F.normalize(noise, dim=1)
@@ -80,7 +80,7 @@ def make_inputs(loss, size, dtype, device, trained):
 def loss_function(loss, impl):
     """Return the loss as a function (q, k, targets) → scalar; None if the implementation does not have it."""
     if impl == "compile":
-        torch.compiler.reset()  # without this, torch.compile gives up after eight sizes
+        torch.compiler.reset()  # without this, torch.compile compiles no more than eight sizes
         return torch.compile(our_loss(loss, "eager"), dynamic=False)
     return our_loss(loss, impl) if impl in ("eager", *OURS) else peer_loss(loss, impl)
 
@@ -103,8 +103,8 @@ def our_loss(loss, impl):
 
 def peer_loss(loss, impl):
     """Return a function (q, k, targets) → loss of another package, or None if the package lacks the loss.
-    For nt_xent, other packages count the similarity of a row to itself as a negative. Their loss differs
-    slightly from ours, but needs the same number of dot products."""
+    For nt_xent, other packages count the similarity of a row to itself as a negative. So their nt_xent
+    differs slightly from ours, but it needs the same number of dot products."""
     if impl == "siglip-kernel" and loss == "sigmoid_loss":
         from siglip_kernel import fused_siglip_loss
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,7 +129,7 @@ def peer_loss(loss, impl):
 
 
 def peer_cross_entropy(impl, tau):
-    """Return a function (q, k, targets) → cross entropy of the rows of q·kᵀ/τ by another package, or None."""
+    """Return another package's loss (q, k, targets) → cross entropy of the rows of q·kᵀ/τ, or None."""
     if impl == "torch":
         options = torch.nn.LinearCrossEntropyOptions()
         return lambda q, k, targets: F.linear_cross_entropy(q / tau, k, targets, options=options)
@@ -206,13 +206,13 @@ def time_ms(step, device, repeat):
 
 
 def peak_memory_bytes(device, reset=False):
-    """Return the peak memory since the last reset in bytes: of the GPU, or of this process (CPU, Linux)."""
+    """Return the peak memory in bytes since the last reset: of the GPU, or on a CPU of this process."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back; if reused, it would not raise the peak
+        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back: reusing it would not raise the peak
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
@@ -238,7 +238,7 @@ def run_impl(impl, cases, device, repeat, limit, report):
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=measure_cases, args=(sender, impl, cases, device, repeat))
     process.start()
-    sender.close()  # the pipe can then end when the process ends
+    sender.close()  # the new process is then the only sender: the pipe ends with it
     try:
         results = received_results(process, receiver, limit)
         for case in cases:
@@ -250,7 +250,7 @@ def run_impl(impl, cases, device, repeat, limit, report):
 
 
 def received_results(process, receiver, limit):
-    """Yield each result that a process sends, and then {"failed": reason why no more results follow}."""
+    """Yield each result that a process sends. When no more results come, yield {"failed": the reason}."""
     try:
         while receiver.poll(limit):
             yield receiver.recv()
@@ -310,7 +310,7 @@ def describe_environment(device):
 
 
 def rename(rows):
-    """Return results with readable names ("compiled", "ours"); of OURS, keep the first that has results."""
+    """Return results with readable names: "compiled", and "ours" for the first of OURS that has results."""
     ours = next((impl for impl in OURS if any(row["impl"] == impl and "ms" in row for row in rows)), None)
     names = {"eager": "eager", "compile": "compiled", ours: "ours"} | dict(zip(PEERS, PEERS))
     return [row | {"impl": names[row["impl"]]} for row in rows if row["impl"] in names]
@@ -387,11 +387,11 @@ def make_parser(device):
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"),
         default="bfloat16" if device == "cuda" else "float32", help="dtype of inputs; default %(default)s")
     add("--impl", nargs="+", choices=IMPLS, metavar="IMPL",
-        help="this package: eager (plain PyTorch), compile (eager with torch.compile), triton, blockwise, "
-             "auto (the default of its losses); other packages: torch (PyTorch's linear_cross_entropy), "
-             f"{', '.join(PEERS)}; default: eager, compile, triton and the installed packages; on a CPU only "
-             "eager and blockwise")
-    add("--repeat", type=int, default=20, help="number of timed runs, fewer if they take 10 s; default 20")
+        help="of this package: eager (plain PyTorch), compile (eager with torch.compile), triton, blockwise, "
+             f"auto (what its losses choose by default); of other packages: {', '.join(PEERS)} (torch is "
+             "PyTorch's linear_cross_entropy); default on a GPU: eager, compile, triton and all installed "
+             "packages; on a CPU: eager and blockwise")
+    add("--repeat", type=int, default=20, help="number of timed runs (fewer for slow cases); default 20")
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")
     add("--from", dest="source", metavar="FILE",
@@ -404,7 +404,7 @@ def make_parser(device):
 def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = make_parser(device).parse_args(argv)
-    for path in filter(None, (args.json, args.plot)):  # fail now, not after hours of measuring
+    for path in filter(None, (args.json, args.plot)):  # fail before the measuring, which may take hours
         if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
             sys.exit(f"{path}: its folder does not exist or is not writable")
     result = load_result(args) if args.source else run_cases(args, device)
@@ -416,7 +416,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: run_impl then ends its process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, run_impl then ends its process
     try:
         main()
     except KeyboardInterrupt:

@@ -33,7 +33,7 @@ def largest_cases(rows):
 
 def plot(result, path):
     """Plot time (left panels) and memory (right panels) against N. For each loss, plot the cases with the D
-    and M (or with M = N) of its largest case. Losses that were measured for only one N are left out."""
+    and M of its largest case (or with M = N, if that case has it). Leave out losses with only one N."""
     rows = [row for row in result["rows"] if "ms" in row and row["set"] == result["rows"][0]["set"]]
     titles = dict.fromkeys(panel_title(row) for row in largest_cases(rows))
     panels = {title: [row for row in rows if panel_title(row) == title] for title in titles}
@@ -79,7 +79,7 @@ def draw_curves(axis, rows, key, in_units):
     axis.set_ylim(10 ** low, 10 ** high)
     ends.sort(reverse=True)
     places = [(math.log10(value) - low) / (high - low) for value, _, _ in ends]
-    for i in reversed(range(len(ends) - 1)):                   # each label needs 0.12 of the height
+    for i in reversed(range(len(ends) - 1)):                   # a label takes 0.12 of the panel's height
         places[i] = max(places[i], places[i + 1] + 0.12)
     for i, (_, text, colour) in enumerate(ends):
         places[i] = min(places[i], places[i - 1] - 0.12 if i else 1)

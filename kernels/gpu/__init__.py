@@ -19,13 +19,14 @@ Letters and words that mean the same in all files:
                      GPUs have an instruction for exp2, but not for exp
     m_i, l_i         running maximum and running sum of row i: m_i = max_j s_ij, l_i = Σ_j exp2(s_ij − m_i).
                      Some kernels subtract another number in place of the maximum, and store it as m_i
-    m                in host code, where n is N: the number of keys M; everywhere else: the m_i of all rows
+    m                in code on the host: the number of keys M (and n is N); in kernels: the m_i of all rows
     stats            m and l of N rows, stacked: (2, N)
     lse              log-sum-exp of a row in nats, (m + log2 l) / log2(e)
     p                softmax, p_ij = exp2(s_ij − m_i) / l_i
     shift            one number r that is subtracted from all logits in place of the maxima (shift.py)
     positive         the key k⁺_i that belongs to row i; the mask excludes this column from the sums. In
-                     formulas positive_i is its logit; in code positive is q_i·k⁺_i (in sigmoid.py the logit)
+                     formulas, positive_i is the logit of this key; in code, positive is the dot product
+                     q_i·k⁺_i (in sigmoid.py, it is the logit)
     dloss_dlse       derivative of the loss with respect to lse_i (g_i in formulas), without the constants
                      that all rows share, such as 1/N: these multiply the gradient at the end
     side             one softmax of the loss: the row softmax (one per row i, dim=1) or the column softmax
@@ -40,7 +41,6 @@ Letters and words that mean the same in all files:
     config           dict of the constexpr parameters and launch options of a kernel: BLOCK_N, num_warps, ...
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
-The package imports this folder only for impl="triton". From `kernels` this folder imports only
-`heuristics`, which chooses the kernels, `masks`, which defines the excluded columns, and `replay`, which
-records launches; none of these three modules needs Triton.
+The package imports this folder only for impl="triton". This folder imports three modules of `kernels` that do
+not need Triton: heuristics.py chooses kernels, masks.py defines excluded columns, replay.py records launches.
 """

@@ -1,8 +1,8 @@
 """Compute loss and gradient in one pass, if the loss has a row softmax only and D is large.
 
-Once the sum l_i of a row is known, the gradient of this row can be computed. The upstream gradient is not
-known yet, but is only one number: backward multiplies the gradients by it. So no logit is computed twice: one
-pass takes 6 N·M·D operations, like eager; separate forward and backward passes would take 8. The logits are
+Once the sum l_i of a row is known, the gradient of this row can be computed. Only the upstream gradient is
+still unknown: one number, by which backward multiplies the gradients. So no logit is computed twice: one pass
+takes 6 N·M·D operations, like eager; separate forward and backward passes would take 8. The logits are
 computed in strips. A strip is a set I of rows, with all columns. For each strip, with s in log2 units:
 
     e_ij = exp2(s_ij)            tile by tile, in q's dtype, and Σ_j e_ij of each tile    sums_kernel
@@ -13,15 +13,15 @@ computed in strips. A strip is a set I of rows, with all columns. For each strip
 The terms of the positives are added at the end: −dloss_dlse_i k⁺_i in the gradient of q_i, and
 −dloss_dlse_i q_i in the gradient of k⁺_i, the key that is the positive of row i.
 
-This method needs a shift of 0 (shift.py) and a dtype with the range of float32. In all other cases, tile
-(I, J) subtracts the maximum m_iJ of each of its rows, and scale_strip_kernel turns e into weights w, which
-contain f_i. So dq_I = w k and dk += wᵀ q_I, without a further f_i:
+This first method needs a shift of 0 (shift.py) and a dtype with the range of float32. Otherwise a second
+method subtracts the maximum m_iJ of each row i in tile (I, J), and scale_strip_kernel turns e into weights w.
+These contain the factor f_i, so dq_I = w k and dk += wᵀ q_I:
 
     e_ij = exp2(s_ij − m_iJ)     w_ij = e_ij · f_i exp2(m_iJ − m_i)                       scale_strip_kernel
 
 The host does not know whether the shift is 0, so it launches the kernels of both methods. They read the shift
-on the GPU, and the kernels of the other method do nothing. With shift 0, strips are written once and read
-twice: 6 N·M bytes in half types. Strips add to dk in a fixed order, so the same input gives the same bits.
+on the GPU; kernels of the unused method do nothing or only copy q. With shift 0, strips are written once and
+read twice: 6 N·M bytes in half types. Strips add to dk in a fixed order: the same input gives the same bits.
 """
 import torch
 import triton.language as tl
@@ -68,7 +68,7 @@ def scale_strip_kernel(E, TABLE, FACTOR, M_ROW, SHIFT, height, M, e_row_stride, 
 @kernel
 def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, PRECISION: tl.constexpr,
                          BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write FACTOR[i] · q_i to SCALED_Q. If SHIFT is not 0, write q_i: the strip is already scaled."""
+    """Write FACTOR[i] · q_i to SCALED_Q. If SHIFT is not 0, write q_i: the strip is then already scaled."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     factor = tl.load(FACTOR + rows, mask=rows < count, other=0.0)
@@ -83,11 +83,11 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
 def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_temperature, dtype):
     """Return (loss, dq (N, D), dk (M, D), dτ). A gradient that is not needed is an empty tensor.
 
-    dtype  dtype of the caller's q, before autocast: bfloat16 gives bfloat16 gradients, all others float32
+    dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
     """
     check_device(q)
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # for cuBLAS: views without padding
+    q, k = (x[:, :d] for x in aligned[:2])                         # cuBLAS reads views without padding
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     loss, side, shift, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
     unit = 1 / q.shape[0] if weights is None else 1.0
@@ -100,9 +100,9 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
 def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     """Compute the loss, and add the products of all strips to dq and to dk; an empty dq or dk stays empty.
 
-    aligned  (q, k, mask) from launch.aligned_operands; the arguments q and k are its q and k without padding
-    returns  (loss, row softmax (3, padded N) for shift.as_side, shift, KernelMask). If shift is 0, the caller
-             must still multiply each row of dq by its factor f_i
+    aligned  (q, k, mask) from launch.aligned_operands; q and k are views of its q and k, without the padding
+    returns  (loss, vectors (3, padded N) of the row softmax for shift.as_side, shift, KernelMask). If shift
+             is 0, the caller must still multiply each row of dq by its factor f_i
     """
     (n, features), m = q.shape, k.shape[0]                         # m: number of keys
     shift = None if q.dtype == torch.float16 else shift_of_norms(q, k, temperature)[0]
@@ -120,7 +120,7 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
         count = min(height, n - i)
         at = slice(i, i + count)
         w, x, side_at = strip[:count, :m], q[at], side[..., at]
-        for maxima in (True,) if shift is None else (False, True):    # one of the two launches does nothing
+        for maxima in (True,) if shift is None else (False, True):    # of two launches, one does nothing
             all_tiles = cdiv(count, config["BLOCK_N"]) * tiles
             sums_kernel[persistent_grid(all_tiles, q, config["num_warps"])](
                 table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,

@@ -13,13 +13,13 @@ gradient_large_d.py: one kernel writes blocks of W, 2 N·M bytes in half types, 
 
 If the loss also has a column softmax p' with derivatives g'_j, one dot product gives both terms of
 W_ij = g_i p_ij + g'_j p'_ij. With self-similarity (rows z), dz = (1/τ) W z, where W_ij = g_i p_ij + g_j p_ji.
-If column j is the positive of row i, the mask excludes it, and W_ij = 0. The coefficient of the positive is
-−g_i instead (with a column softmax −g_i − g'_j), and its term is added at the end, in float32.
+If column j is the positive of row i, the mask excludes it, and W_ij = 0. The positive has the coefficient
+−g_i instead (with a column softmax −g_i − g'_j). Its term is added at the end, in float32.
 
-In a half type, W must not overflow, and small weights should not underflow. Therefore g (|g| ≤ 1) does
-not contain constants such as 1/N; the gradients are multiplied by them at the end. W is stored multiplied by
-WEIGHT_SCALE = 2¹⁴, and the final sums are divided by this. In float16, W then does not overflow, and even
-p_ij = 2⁻³⁸ does not underflow. The order of all sums is fixed, so the same input gives the same bits.
+In a half type, W must not overflow, and small weights should not underflow. Therefore g does not contain
+constants such as 1/N; the gradients are multiplied by these at the end. As |g| ≤ 1, W can be stored times
+WEIGHT_SCALE = 2¹⁴ (the final sums are divided by this): in float16, W then does not overflow, and if g = 1,
+even p_ij = 2⁻³⁸ does not underflow. The order of all sums is fixed, so the same input gives the same bits.
 """
 import torch
 
@@ -35,8 +35,8 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_facto
 
     k                  None: self-similarity with a symmetric mask. Then rows and columns are the same tensor,
                        and dq contains the whole gradient
-    rows, columns      tensors (3, padded N) and (3, padded M) of the row and the column softmax, from
-                       lse_forward.forward or shift.make_side, with |dloss_dlse| ≤ 1; None: not in the loss
+    rows, columns      vectors (3, padded N) of the row softmax and (3, padded M) of the column softmax, from
+                       forward() or shift.make_side; |dloss_dlse| ≤ 1. None: the loss lacks this softmax
     common_m           ForwardResult.common_m of the forward pass
     grad, loss_factor  upstream gradient (0-dim tensor) and a constant such as 1/N; both multiply all results
     needs_*            whether the gradients of q, k and the temperature are needed

@@ -4,11 +4,11 @@
     x_i ·  │        y_Jᵀ          │  = s       w = softmax_weights(s)      dx_i += w · y_J   (see gradient.py)
            └──────────────────────┘
 
-y_J are the rows of y in tile J, read once for both products. Weights w are never written to memory. The
-kernel runs with x = q and y = k for dq, and again with x = k and y = q for dk. Each run takes 4 N·M·D
-operations, half of them for s. D may exceed 128 only with groups (within=). Then a program computes only 128
-features of dx, so that D / 128 programs compute the same s. If the group ids of the columns are sorted, a
-program loops only over the columns that belong to the groups of its rows.
+y_J are the rows of y in tile J. They are read once for both products. The weights w are never written to
+memory. The kernel runs with x = q and y = k for dq, and again with x = k and y = q for dk. Each run takes
+4 N·M·D operations, half of them for s. D > 128 occurs only with groups (within=). Then a program computes
+only 128 features of dx, so that D / 128 programs compute the same s. If the group ids of the columns are
+sorted, a program loops only over the columns that belong to the groups of its rows.
 """
 import torch
 import triton.language as tl
@@ -44,7 +44,7 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # common_m chooses 1 or 2 per logit
+    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # per logit: 2 if common_m is ∞
         end = tl.where((common_m < float("inf")) == (exponentials == 1), stop, start)
         for column in range(start, end, BLOCK_M):
             columns = column + tl.arange(0, BLOCK_M)
@@ -80,7 +80,7 @@ def small_d_config(x, mask, one_side):
 
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
-    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None). See gradient.gradients for the arguments."""
+    """Return (dq, dk, partial sums of ⟨q, dq⟩), as `needs` selects. See also gradient.gradients."""
     aligned_q, aligned_k, mask = aligned_operands(q, k, mask)
 
     def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):

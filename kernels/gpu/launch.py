@@ -16,7 +16,7 @@ from .tiles import LOG2E, copy_kernel, scale_kernel
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED_CAPABILITY = 9                   # major compute capability that we assume for CPU tensors
 EMULATED_MULTIPROCESSORS = 132            # number of multiprocessors (SMs) that we assume for CPU tensors
-MAX_POINTER_WORK = 2 ** 33                # up to this N·M·D, descriptors cost more host time than they save
+MAX_POINTER_WORK = 2 ** 33                # up to this N·M·D, making descriptors takes longer than they save
 
 
 class MatmulShape(NamedTuple):
@@ -36,7 +36,7 @@ class KernelMask(NamedTuple):
     row_features: Any
     column_features: Any
     offset: Any              # 4 · (offset of the Mask) + 2; kernel_args says why
-    phi: Any                 # columns with f_i·f_j ≥ phi are excluded; f: features of rows and columns
+    phi: Any                 # columns with f_i·f_j ≥ phi are excluded; f_i, f_j: row, column features
     feature_count: Any       # number of features per row in row_features and column_features
     temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
     log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
@@ -51,7 +51,7 @@ class GradientScaling(NamedTuple):
 
 
 class FinishArgs(NamedTuple):
-    """Kernel arguments of tiles.finish_gradient for the gradient of x. x and positive_rows are unpadded."""
+    """Kernel arguments of tiles.finish_gradient for the gradient of x. x, positive_rows: without padding."""
     grad: Any
     x: Any
     positive_rows: Any       # y, which contains the positives of x; None: do not subtract their terms
@@ -94,7 +94,7 @@ def tile_config(x, mask):
     ids, half = None if mask.exclude == "target" else mask.row_ids, x.dtype != torch.float32
     kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     return dict(BLOCK_N=128,
-                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids, groups and features take registers
+                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids, groups, features need registers too
                 BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
                 # with 4 warps and 255 registers per thread, an SM of an H100 runs two programs at a time
                 num_warps=4 if half and capability(x) == 9 else 8,
@@ -117,8 +117,8 @@ def aligned_rows(x):
     """Return x if its rows are aligned and D is a multiple of 16, else an aligned copy padded with zeros.
 
     Kernels and descriptors read 16 bytes at a time, from aligned addresses. Zeros do not change dot products.
-    If products use TF32, float32 rows are copied in any case, and rounded to TF32. Without the rounding,
-    tensor cores would cut off the last 13 bits. These errors all go towards zero, so they would add up.
+    If products use TF32, float32 rows are always copied, and rounded to TF32. Without the rounding, tensor
+    cores would cut off the last 13 bits. These errors would all go towards zero, and so add up.
     """
     (count, features), (row_stride, column_stride) = x.shape, x.stride()
     rounds = x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
@@ -151,7 +151,7 @@ def transposed_mask(kernel_mask):
 
 
 def is_host_scalar(scalar, x):
-    """Return whether a 0-dim temperature or bias is not on x's device: a caller's number stays on the CPU."""
+    """Return whether a 0-dim temperature or bias is on the CPU and x is not: the caller gave a number."""
     return scalar.device != x.device
 
 
@@ -179,8 +179,8 @@ def kernel_args(q, k, mask, temperature, config):
     """Return ((q, k, KernelMask, N, M, MatmulShape), keywords), the arguments of any kernel that computes qk.
     The arguments q, k and mask must come from aligned_operands."""
     feature_count = None if mask.row_features is None else mask.row_features.shape[1]
-    # Triton compiles another variant of a kernel if an integer in a tuple is 1 or a multiple of 16;
-    # 4 · offset + 2 is never 1 or a multiple of 16, so all offsets share one variant
+    # Triton compiles another variant of a kernel if an integer in a tuple is 1 or a multiple of 16.
+    # 4 · offset + 2 is neither for any offset, so all offsets share one variant
     kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, feature_count,
                              *scale_args(temperature, q))
     (n, _), (m, features) = q.shape, k.shape

@@ -13,12 +13,12 @@ If column sums are needed too, sums_kernel also writes two numbers per column. m
 m_i = max_J m[J, i] and l_i = Σ_J l[J, i] exp2(m[J, i] − m_i) for each row. Both m and l are stored, because
 in the sum lse = m + log2 l, a large m would round off digits of l.
 
-With more than FEW_ROWS rows, there are three special cases. If both rows and columns need sums, or with
-self-similarity, one shift replaces all m (shift.py), and row_stats_kernel computes a row again if its sum
-underflowed. With groups (within=), row_stats_kernel computes each row from the columns of its group. With
-self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so only one of the tiles is computed.
-Large matrices are computed block by block, so that tables stay small. The order of all sums is fixed (there
-are no atomics), so the same input gives the same bits.
+With more than FEW_ROWS rows, there are three special cases. (1) If both rows and columns need sums, or with
+self-similarity, one shift replaces all m (shift.py), and row_stats_kernel computes rows again whose sums
+underflowed. (2) With groups (within=), row_stats_kernel computes each row from the columns of its group.
+(3) With self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so only one of the two is
+computed. Large matrices are computed block by block, so that tables stay small. The order of all sums is
+fixed (there are no atomics), so the same input gives the same bits.
 
 The softmax loss compares lse_i with the logit of the positive of row i. The mask excludes the positive from
 lse_i, and mask_tile stores the dot product of the positive:
@@ -54,7 +54,7 @@ def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
     """Return the tile x of logits with −∞ where the mask excludes them.
 
     x is dot product · scale − shift. The dot products of positives in the tile are written to POSITIVE.
-    ONE_OF_TWO  True: no program computes the mirrored tile (self-similarity), so store its positives too
+    ONE_OF_TWO  True: of tiles (I, J) and (J, I), only this one is computed; store the positives of both
     """
     if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
         rows = row + tl.arange(0, BLOCK_N)
@@ -73,7 +73,7 @@ def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECI
 
 @triton.jit
 def store_stats(TABLE, tile, tiles, at, count, m, l, mask):
-    """Write m and l of the rows (or columns) `at` of one tile to TABLE (2, tiles, count)."""
+    """Write m and l of one tile to TABLE (2, tiles, count), for its rows (or columns) with indices `at`."""
     tl.store(TABLE + tile * count + at, m, mask=mask)
     tl.store(TABLE + (tiles + tile) * count + at, l, mask=mask)
 
@@ -85,10 +85,10 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                 BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write m and l of the rows and columns of each tile, for a block of `height` rows and `width` columns.
 
-    ROW_TABLE     (2, column tiles J, height): m and l of row first_row + i in tile J
-    COLUMN_TABLE  (2, row tiles I, width): m and l of column first_column + j in tile I; or None
-    E             output (height, width) for exp2(s − m), with columns padded to whole tiles; or None. With E,
-                  the kernel does nothing if SHIFT is 0 and MAXIMA True, or if SHIFT > 0 and MAXIMA False
+    ROW_TABLE     (2, column tiles, height): entry [:, J, i] is m and l of row first_row + i in column tile J
+    COLUMN_TABLE  (2, row tiles, width): [:, I, j] is that of column first_column + j in row tile I; or None
+    E             output (height, width) for exp2(s − m), with columns padded to whole tiles; or None. If E
+                  and SHIFT are given, the kernel does nothing unless MAXIMA equals (SHIFT > 0)
     MAXIMA        True: m is the maximum of a row (or column) of the tile; False: m is the number SHIFT
     TRIANGLE      True: a diagonal block of a self-similarity (tiles.tile_at); COLUMN_TABLE is ROW_TABLE
     """
@@ -104,7 +104,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
             shift = 0.0 if MAXIMA else tl.load(SHIFT)
-            # this uses qk before the branch in mask_tile; tiles.count_steps says why
+            # qk is used here, before the branch in mask_tile; tiles.count_steps says why
             x = qk + 0.0 if MAXIMA else tl.fma(qk, scale, -shift)
             x = mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, COLUMN_TABLE is not None,
                           shift, 1.0 if MAXIMA else scale, BLOCK_N, BLOCK_M)
@@ -126,7 +126,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                     e = exp2_scaled(x, scale, finite_max(m_j)[None, :])
                 mask = j < width
                 if TRIANGLE:
-                    mask = mask & (tile_i != tile_j)               # row sums of a diagonal tile are enough
+                    mask = mask & (tile_i != tile_j)               # there, row sums are column sums
                 store_stats(COLUMN_TABLE, tile_i, tiles_i, j, width, m_j, tl.sum(e, 0), mask)
             qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
@@ -137,8 +137,8 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write m and l of each row to STATS (2, N). A program computes BLOCK_N rows, in a loop over columns.
 
-    SHIFT   None: compute all rows. A tensor: STATS holds sums with this shift; compute only the rows whose l
-            underflowed, with their maxima as m. If there are such rows, set COMMON_M to ∞
+    SHIFT   None: compute all rows. A tensor: STATS holds sums with this shift. Compute only the rows whose l
+            underflowed, and use their maxima as m. If there are such rows, set COMMON_M to ∞
     RANGES  range of columns for each program, from masks.column_ranges; None: all columns
     """
     row, scale = tl.program_id(0) * BLOCK_N, log2e_over_tau(MASK)
@@ -161,7 +161,7 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
         e = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
         m_i, l_i = m_new, l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(e, 1)
     if SHIFT is not None:
-        wanted = wanted & (l_i > 0.0)                              # a row without columns keeps m = shift
+        wanted = wanted & (l_i > 0.0)                              # do not store a row without columns
         if tl.max(wanted.to(tl.int32), 0) > 0:
             tl.store(COMMON_M, float("inf"))
     tl.store(STATS + rows, finite_max(m_i), mask=wanted)
@@ -172,10 +172,10 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
 def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MASK, weight, tiles, count,
                        l_offset, side_count, side_stride, SIDES: tl.constexpr, OVERWRITE: tl.constexpr,
                        TILES_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Merge m and l of all tiles, TABLE (SIDES, 2, tiles, count), into m and l of row i, STATS[side, :, i].
+    """Merge the m and l of a row i in all tiles, TABLE[side, :, :, i], into STATS[side, :, i], for all rows.
 
     If LSE is given, write the lse of each row to it. If LOSS is given, write each program's part of the loss
-    to it, and SoftmaxSides to SIDES_OUT, whose vectors are side_stride elements apart.
+    to it, and the vectors of a SoftmaxSide for each side to SIDES_OUT, side_stride elements apart.
     OVERWRITE  True: ignore the old content of STATS
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -197,7 +197,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             tile_l = tl.where(tile_m == float("-inf"), 0.0, tile_l)    # all columns of the tile are excluded
             l_i = l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(tile_l, 0)
             m_i = m_new
-        if LSE is not None or LOSS is not None:                        # this is the last merge into STATS
+        if LSE is not None or LOSS is not None:                        # in the last merge into STATS
             m_i = finite_max(m_i)
         tl.store(stats, m_i, mask=inside)
         tl.store(stats + l_offset, l_i, mask=inside)
@@ -223,16 +223,16 @@ class ForwardResult(NamedTuple):
     """Results of the forward pass, float32 tensors. Results that forward() did not compute are None."""
     stats: Any             # (2, N): m and l of the rows
     lse: Any               # (N,): lse of the rows; None if a loss was requested
-    sides: Any             # (sides, 3, padded N) for shift.as_side; dloss_dlse lacks the factor 1/N of a mean
+    sides: Any             # (sides, 3, padded N) for shift.as_side; dloss_dlse is without the 1/N of a mean
     loss: Any              # scalar
-    common_m: Any          # 0-dim COMMON_M of shift.py; None: there is no shift
+    common_m: Any          # 0-dim tensor COMMON_M (see shift.py); None: no shift was used
 
 
 def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     """Return a ForwardResult with the lse of the rows of q·kᵀ/τ or, if loss is True, with the loss.
 
     k         None: self-similarity; the mask must be symmetric
-    loss      True: compute Σ_i w_i softplus(gap_i); with both (N = M), the mean of this for rows and columns
+    loss      True: compute Σ_i w_i softplus(gap_i). both=True: the mean loss of rows and columns (N = M)
     weights   (N,) float32, the weights w_i in the loss; None: 1/N for all rows
     """
     check_device(q)
@@ -269,7 +269,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     table = stats[0, :, None, :][:, :0]                            # an empty table
     complete = shift is None and ranges is None and height >= n and width >= m
     if complete:
-        table, _ = sums(0, 0, n, m)                                # in memory, the column table follows it
+        table, _ = sums(0, 0, n, m)                                # the column table is next in memory
     elif ranges is None:
         merge_blocks(stats, n, m, height, width, few, triangle, sums)
     if ranges is not None or shift is not None:
@@ -281,7 +281,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
 
 
 def merge_blocks(stats, n, m, height, width, few, triangle, sums):
-    """Call sums(first row, first column, height, width) for each block, and merge its tables into stats."""
+    """Call sums, a function of forward(), for each block of logits, and merge its tables into stats."""
     for i in range(0, n, height):
         for j in range(i if triangle else 0, m, width):
             at_i, at_j = slice(i, min(i + height, n)), slice(j, min(j + width, m))
@@ -302,19 +302,18 @@ def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,
                 mask=None, mean_over=None):
-    """Merge the m and l of tiles into stats, in place. Then compute the lse or the loss, if requested.
+    """Merge m and l of tiles into stats, in place. Compute lse, or return the loss (scalar or partial sums).
 
     stats      (sides, 2, N): m and l
     table      (2, tiles, N): m and l of the rows; with two sides, the columns' table comes next in memory
-    few        has_few_rows of the whole matrix, even for one block: all blocks then share a compiled kernel
+    few        has_few_rows(N, M) of the whole matrix, so that all of its blocks use the same compiled kernel
     overwrite  True: ignore the old content of stats
     lse        (N,) output, or None
-    positive   (N,) dot products of the positives; None: compute no loss. The loss is returned as a scalar or
-               as a vector of partial sums
-    sides      (sides, 3, N or more) output, needed for a loss
+    positive   (N,) dot products of the positives; None: compute no loss
+    sides      (sides, 3, N or more) output for shift.as_side; not None if positive is given
     weights    (N,) row weights of the loss; None: each row has weight 1 / mean_over
-    mask       KernelMask with the temperature, needed for a loss
-    mean_over  number of rows in the mean; None: N
+    mask       KernelMask with the temperature; not None if positive is given
+    mean_over  the number of rows over which the loss is a mean; None: N
     """
     n = stats.shape[2]
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))

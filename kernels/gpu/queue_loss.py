@@ -3,18 +3,18 @@
     lse_i = log Σ_j exp(q_i·k_j / τ) over the keys k_j of the queue      p_ij = exp(q_i·k_j / τ − lse_i)
     o_i = Σ_j p_ij k_j, the gradient of lse_i with respect to q_i, times τ
 
-o_i is what attention computes, with the keys also as values. Therefore the loop that computes lse can compute
-o too, with 4 N·M·D operations in all. A separate backward pass would compute the logits again: 6 in all. A
-program computes BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
+o_i is the output of attention for query q_i, with the keys also as values. So the loop that computes lse can
+compute o too, with 4 N·M·D operations in all. A separate backward pass would compute the logits again: 6 in
+all. A program computes BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
            └──────────────────────┘
 
 m_old and m_new are the running maximum before and after tile J. If each program looped over all columns, a
-small batch would leave most of the GPU idle. So the columns are divided into splits: each program of
-queue_kernel computes m, l and o of one split, and merge_splits_kernel merges the splits. Registers hold o
-only for half types and D ≤ 256. The positive k⁺_i is not in the queue; merge_splits_kernel adds its terms:
+small batch would leave most of the GPU idle. So the columns are divided into splits: queue_kernel computes m,
+l and o of each split, and merge_splits_kernel merges them. This file serves half types with D ≤ 256: a larger
+o would not fit in registers. The positive k⁺_i is not in the queue; its terms are added at the end:
 
     gap_i = lse_i − q_i·k⁺_i/τ        loss_i = softplus(gap_i)
     dq_i = σ(gap_i) (o_i − k⁺_i) / τ        dk⁺_i = −σ(gap_i) q_i / τ
@@ -35,7 +35,7 @@ from .tiles import (
 def queue_kernel(STATS, O, split_columns,
                  Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write m and log2 l to STATS[split, :, rows], o to O[split, rows, :], for BLOCK_N rows and one split.
+    """For BLOCK_N rows and one split, write m and log2 l to STATS[split, :, rows], o to O[split, rows, :].
     A split has split_columns columns. The grid is (row tiles, splits)."""
     row = tl.program_id(0) * BLOCK_N
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
@@ -59,7 +59,7 @@ def queue_kernel(STATS, O, split_columns,
         m_i = m_new
     slot = tl.program_id(1).to(tl.int64) * N
     tl.store(STATS + 2 * slot + rows, m_i, mask=rows < N)
-    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l spills registers
+    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l would spill registers
     o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     tl.store(O + (slot + rows)[:, None] * SHAPE.D + d[None, :], o,
              mask=(rows < N)[:, None] & (d < SHAPE.D)[None, :])

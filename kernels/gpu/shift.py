@@ -13,10 +13,10 @@ rounded, and rows may be rounded to TF32. Then
     r = max(B − 106, 0)          terms are at most 2¹⁰⁶, so sums of 2²⁰ terms do not overflow in float32
 
 If B ≤ 106, as for unit rows at τ ≥ 0.0137, then r = 0 and no term underflows. If B is larger, terms below
-2⁻¹²⁶ underflow, but these are too small to change a sum above 2⁻⁸⁰. If the sum of a row is below 2⁻⁸⁰ (at τ
-= 0.01: if all its cosines are below −0.29), forward computes this row again with its own maximum. COMMON_M is
-r if r is the m of all rows and columns, and ∞ if some row or column has its own maximum as m. Backward
-computes one exponential per logit if COMMON_M is finite, and two if COMMON_M is ∞.
+2⁻¹²⁶ underflow, but these are too small to change a sum above 2⁻⁸⁰. If the sum of a row is below 2⁻⁸⁰, the
+forward pass computes this row again with its own maximum. (With unit rows and τ = 0.01, all cosines of such a
+row are below −0.28.) COMMON_M is r, or ∞ if some row or column has its own maximum as m. Backward computes
+one exponential per logit if COMMON_M is finite, and two if COMMON_M is ∞.
 """
 from typing import Any, NamedTuple
 
@@ -30,8 +30,8 @@ from .launch import temperature_only_mask
 from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
 MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
-MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that underflow of terms cannot change
-NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on B, because of rounding
+MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that an underflow of terms cannot change
+NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on the bound B of the logits: allows for rounding
 MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kernels that read a SoftmaxSide
 
 
@@ -86,13 +86,13 @@ def side_kernel(SIDE, STATS, DLOSS_DLSE, count, side_count, BLOCK: tl.constexpr)
 
 
 def has_few_rows(n, m):
-    """Return whether q and k have at most FEW_ROWS rows, so that launches take longer than arithmetic."""
+    """Return whether q and k have at most FEW_ROWS rows: launches then take longer than arithmetic."""
     return max(n, m) <= FEW_ROWS
 
 
 def shift_of_norms(q, k, temperature):
     """Return (SHIFT, COMMON_M), two 0-dim float32 tensors that hold r, for q and k from aligned_operands.
-    For few rows, return (None, None): the norms would take longer than a second exponential per logit."""
+    For few rows, return (None, None): the norms would take longer than the exponentials they save."""
     if has_few_rows(q.shape[0], k.shape[0]):
         return None, None
     norms_q = largest_norms(q)

@@ -65,7 +65,7 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
 @kernel
 def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, tiles, N, factor,
                           BLOCK: tl.constexpr):
-    """Write σ(−s⁺_i) to COEFFICIENTS, and the sums for loss and db, times factor, to LOSS and BIAS_GRADIENT.
+    """Write σ(−s⁺_i) to COEFFICIENTS, and factor times the sums for loss and db to LOSS and BIAS_GRADIENT.
     One program adds the sums of all tiles and the terms of all positives, in float64."""
     loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for first in range(0, tiles, BLOCK):
@@ -86,11 +86,11 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
     """Return (loss, dq (N, D), dk (M, D), dτ, db). If dq, dk or dτ is not needed, it is empty.
 
-    dtype  dtype of the caller's q, before autocast: bfloat16 gives bfloat16 gradients, all others float32
+    dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
     """
     check_device(q)
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # for cuBLAS: views without padding
+    q, k = (x[:, :d] for x in aligned[:2])                         # cuBLAS reads views without padding
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     n, config = q.shape[0], tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)

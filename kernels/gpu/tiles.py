@@ -117,7 +117,7 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def image_of(rows, N):
-    """Return the number of each row's image: rows i and i + N/2 are the two views of image i."""
+    """Return the image index of each row: rows i and i + N/2 are the two views of image i."""
     return tl.where(rows < N // 2, rows, rows - N // 2)
 
 
@@ -139,7 +139,7 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
 def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               BLOCK_M: tl.constexpr):
     """Return a bool tile (rows, BLOCK_M), False for entries that are excluded or outside the matrix."""
-    here = tl.arange(0, BLOCK_M)       # position in the tile: comparing these, not columns, saves registers
+    here = tl.arange(0, BLOCK_M)       # in the tile: comparing these, not the columns `at`, saves registers
     at = column + here
     keep = (rows < N)[:, None] & (at < M)[None, :]
     if EXCLUDE == "diagonal":
@@ -171,13 +171,13 @@ def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def exp2_scaled(qk, scale, m):
-    """Return exp2(qk·scale − m). The fma avoids rounding qk·scale, a relative error of |logit| · 2⁻²⁴."""
+    """Return exp2(qk·scale − m). Without fma, rounding qk·scale adds a relative error of |logit| · 2⁻²⁴."""
     return tl.exp2(tl.fma(qk, scale, -m))
 
 
 @triton.jit
 def finite_max(m):
-    """Return m, with 0 for −∞ (a row without columns) and 3e38 for ∞: s − m is then never ∞ − ∞ = NaN."""
+    """Return m, but 0 for −∞ (a row without columns) and 3e38 for ∞: so s − m is never ∞ − ∞ = NaN."""
     return tl.where(m == float("-inf"), 0.0, tl.where(m == float("inf"), 3e38, m))
 
 
@@ -189,13 +189,13 @@ def lse_minus_positive(m_i, l_i, positive, scale):
 
 @triton.jit
 def softmax_factor(dloss_dlse, l_i):
-    """Return the factor for which factor · exp2(s − m) is WEIGHT_SCALE · dloss_dlse · p; 0 if l_i is 0."""
+    """Return f with f · exp2(s − m) = WEIGHT_SCALE · dloss_dlse · p; 0 if l_i is 0."""
     return tl.where(l_i == 0.0, 0.0, dloss_dlse * WEIGHT_SCALE / l_i)
 
 
 @triton.jit
 def load_factors(SIDE, at):
-    """Return (factor, m) of the rows `at` of SIDE. If the loss lacks SIDE, return (1, 0) as placeholders."""
+    """Return (factor, m) of SIDE at the indices `at`; if the loss lacks SIDE, (1, 0) as placeholders."""
     factor, m = 1.0, 0.0
     if SIDE.factor is not None:
         factor, m = tl.load(SIDE.factor + at), tl.load(SIDE.m + at)
@@ -205,7 +205,7 @@ def load_factors(SIDE, at):
 @triton.jit
 def softmax_weights(qk, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, common_m,
                     ONE_EXPONENTIAL: tl.constexpr):
-    """Return WEIGHT_SCALE · (dloss_dlse_i p_ij + dloss_dlse'_j p'_ij): the gradient of a tile of logits.
+    """Return a tile of WEIGHT_SCALE · w_ij, where w_ij = dloss_dlse_i p_ij + dloss_dlse'_j p'_ij.
 
     p is the row softmax, p' the column softmax. If the loss lacks one of them, its term is left out.
     ONE_EXPONENTIAL  True: the loss has both terms, and common_m is the m of all rows and columns (shift.py)
@@ -229,7 +229,7 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
     """Turn dx, a tile of Σ_j w_ij y_j, into the gradient of x.
 
     The term of each row's positive is subtracted, and the result is multiplied by the constants of FINISH.
-    returns  (dx, mask of entries inside x, dots): dots is x·dx per row over the tile's features, or 0
+    returns  (dx, mask of entries inside x, dots); dots: x·dx of each row over these features; 0 without DOT
     """
     dx = dx * (1.0 / WEIGHT_SCALE)
     inside = (rows < N)[:, None] & (d < FINISH.features)[None, :]
@@ -259,7 +259,7 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
 
 @triton.jit
 def log1p(u):
-    """Return log(1 + u) for u ≥ 0. The factor u / (rounded − 1) corrects the rounding of 1 + u (Kahan)."""
+    """Return log(1 + u) for u ≥ 0. Multiplying by u / (rounded − 1) corrects the rounding of 1 + u."""
     rounded = 1 + u
     return tl.where(rounded == 1, u, tl.log(rounded) * u / tl.where(rounded == 1, 1.0, rounded - 1))
 
@@ -273,13 +273,13 @@ def softplus(x):
 
 @triton.jit
 def softplus_sum(x):
-    """Return (sum of log(1 + exp(x)) over a tile, tile of σ(x)). One logarithm is enough for 8 columns."""
+    """Return (sum of log(1 + exp(x)) over a tile, tile of σ(x)). Takes one logarithm per 8 columns."""
     positive_part = tl.sum(tl.where(x > 0, x, 0.0), 1)
     u = tl.exp2(-tl.abs(x) * LOG2E)
     root = tl.rsqrt(1 + u)                                         # root² = 1 / (1 + u), without division
     sigma, v = root * root, u
     sigma = tl.where(x > 0, sigma, sigma * u)
-    for _ in tl.static_range(3):       # v becomes (1 + v)(1 + other) − 1, without rounding 1 + v
+    for _ in tl.static_range(3):       # multiply pairs: (1 + v)(1 + other) − 1, without rounding 1 + v
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
@@ -290,12 +290,12 @@ def softplus_sum(x):
 def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     """Return (x, y), the row and the column of the tile with this index in a grid of tiles_x × tiles_y tiles.
 
-    Tiles with nearby indices read the same rows of q and k, which are then in the L2 cache.
+    Tiles with nearby indices share rows of q and k, so that these rows are still in the L2 cache.
     TRIANGLE  True: the logits are symmetric, and tiles_x = tiles_y = T. Only one of the tiles (x, y) and
               (y, x) has an index, so there are T (T + 1) / 2 indices. Row x has the tiles y = x, x + 1, …,
-              x + T / 2, modulo T; if T is even, the rows x ≥ T / 2 lack the last of these
+              x + T // 2 (modulo T). If T is even, the rows x ≥ T / 2 do not have the last of these tiles
     """
-    width, group_tiles = tiles_y, 8                                # a group: 8 rows of tiles
+    width, group_tiles = tiles_y, 8                                # tiles are numbered in groups of 8 rows
     if TRIANGLE:
         width, group_tiles = tl.maximum(tiles_x // 2, 1), 4
     group = index // (group_tiles * width)
@@ -315,10 +315,10 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
 def count_steps(tiles, D, BLOCK_D: tl.constexpr):
     """Return the number of steps of this program. A step adds BLOCK_D features to the products of a tile.
 
-    A program computes every num_programs-th tile. One loop runs over the features of all its tiles, so that
-    loads for a tile overlap with the end of the previous tile. When a tile is complete, a kernel must use qk
-    before any branch. It then waits for the tensor cores only once per tile. With a branch before this use,
-    it would wait after each tensor core instruction, and ptxas -v would print a warning.
+    Program p computes tiles p, p + num_programs, and so on. One loop runs over the features of all its tiles,
+    so that loads for a tile overlap with the end of the previous tile. When a tile is complete, a kernel must
+    use qk before any branch, so that it waits for the tensor cores only once per tile. With a branch before
+    this use, it would wait after each tensor core instruction, and ptxas -v would print a warning.
     """
     return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0)) * tl.cdiv(D, BLOCK_D)
 
@@ -336,7 +336,7 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
 
 @triton.jit
 def round_to_tf32(x):
-    """Return float32 x rounded to the nearest TF32 number. Tensor cores would cut off the last 13 bits."""
+    """Return float32 x rounded to the nearest TF32 number. Tensor cores alone would cut off 13 bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
 

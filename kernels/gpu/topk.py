@@ -5,10 +5,10 @@ Eager                                   bytes moved by eager            this fil
     values, indices = s.topk(n)         read 4 N·M, several times       n slots per row, in registers
 
 The columns are divided into splits. A program takes BLOCK_N rows and loops over the tiles of one split. The
-slots of a row hold its largest values so far. If a tile has a larger value than the smallest slot of its row,
-the largest value of the row in the tile replaces this slot and is deleted from the tile. This is repeated
-until no row has such a value. In random order, the values of a row change its slots about n·ln(M/n) times in
-all, so almost every tile needs only one comparison. PyTorch's topk merges the slots of all splits.
+slots of a row hold its largest values so far. If the largest value of a row in a tile exceeds the row's
+smallest slot, it replaces this slot and is deleted from the tile. This is repeated until no row has such a
+value. If the values of a row come in random order, M values change its slots only about n·ln(M/n) times. At
+the end, PyTorch's topk merges the slots of all splits.
 """
 import torch
 import triton.language as tl
