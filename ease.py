@@ -200,7 +200,7 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
 
     z            (N, D) sentences of any float type; a zero vector has cosine 0 with all vectors
     entity       (M, D) entity vectors after the map W; row offset + i is the entity of sentence i
-    hard         (M, m, D) vectors of m hard negatives per sentence, after W; None or m = 0: no hard negatives
+    hard         (M, m, D) vectors of m hard negatives per sentence, after the map W; None or m = 0: none
     temperature  τ, by which the cosine is divided
     hard_logit   w, at most 80; it is added only to the logits of a sentence's own hard negatives
     entity_ids   (M,) integer ids of the entities. Vectors that have the id of a sentence's own entity are

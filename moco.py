@@ -25,7 +25,7 @@ negatives are the stored vectors of random images.
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .tsv      a table of image files and their labels
-    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or .npy files of these names
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of .npy files
     .npy      images
 Labels are only used for evaluation. Image files are decoded when they are needed. Views are cropped from
 images in full resolution.

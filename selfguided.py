@@ -78,7 +78,7 @@ def make_parser():
     add("--objective", choices=OBJECTIVES, default="opt3",
         help="loss to train with (see above); default opt3 (paper)")
     add("--layers", type=at_least(0, int), nargs="+",
-        help="layers of F whose outputs are views; 0: the embedding layer; default all (paper)")
+        help="layers of the frozen copy whose outputs are views; 0: the embedding layer; default all (paper)")
     add("--view-pooling", choices=("max", "mean", "sum"),
         help="how a layer's token states are pooled into a view; default max (paper), mean with --form code")
     add("--regulariser-weight", type=at_least(0), default=0.1,

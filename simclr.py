@@ -24,7 +24,7 @@ probabilities that the student and the teacher give to class y for image x, at t
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .tsv      a table of image files and their labels
-    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or .npy files of these names
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of .npy files
     .npy      images
 Image files are decoded when they are needed. Views are cropped from images in full resolution.
 

@@ -63,7 +63,7 @@ def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=
     product_dtype = q.dtype
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         product_dtype = torch.get_autocast_dtype(q.device.type)
-        # cast half-precision rows to float32, so that gradients are float32; keep a k without gradient
+        # cast half-precision rows to float32, so that gradients are float32; a k that needs none is not cast
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
     impl = choose_impl(impl, q, len(q), len(k), product_dtype)
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)

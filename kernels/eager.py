@@ -43,7 +43,8 @@ def similarity_topk(call, n):
 
 
 def info_nce(call, symmetric=False):
-    """Return the mean cross entropy of rows, with target i + offset for row i; symmetric: and of columns."""
+    """Return the mean cross entropy of all rows (symmetric: of all rows and columns). Row i has the target
+    i + offset."""
     logits = logits_of(call)
     targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
     loss = F.cross_entropy(logits, targets)

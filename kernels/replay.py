@@ -73,7 +73,7 @@ def key_of(function, arguments, named):
     for x in values:                                       # the loop appends the elements of tuples to values
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided or not on_gpu(x):  # a loss may read a CPU tensor
+            if x.layout is not torch.strided or not on_gpu(x):  # the key lacks the values of a CPU tensor
                 return None, ()
             number = numbers.setdefault(id(x), len(tensors))
             if number == len(tensors):

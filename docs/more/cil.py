@@ -26,7 +26,7 @@ auc is the area under the precision-recall curve, f1 the best F1, p@100 the prec
 Published: auc 50.8 on NYT10-D; the released code has this number in the label of a curve.
 
 Where the paper is silent, both forms follow the released code (antct/cil). --form code also follows it here:
-    L_C       the k-th sentence i of a bag has the negatives s(B_b(i), x_j), where j is k-th in another bag
+    L_C       negatives of the k-th sentence i of a bag: s(B_b(i), x_j), x_j the k-th sentence of another bag
     copies    edits only replace words (paper: also insert words), and drop punctuation and one-letter words
     MLM       may mask entities, but no start marks (released code: nor tokens at their place in other rows)
     p@N       the precision of the first N + 1 pairs

@@ -310,7 +310,7 @@ def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sid
     overwrite  True: ignore the old content of stats
     lse        (N,) output, or None
     positive   (N,) dot products of the positives; None: compute no loss
-    sides      (sides, 3, N or more) output for shift.as_side; not None if positive is given
+    sides      (number of softmaxes, 3, at least N) output for shift.as_side; needed if positive is given
     weights    (N,) row weights of the loss; None: each row has weight 1 / mean_over
     mask       KernelMask with the temperature; not None if positive is given
     mean_over  the number of rows over which the loss is a mean; None: N

@@ -15,7 +15,7 @@ rounded, and rows may be rounded to TF32. Then
 If B ≤ 106, as for unit rows at τ ≥ 0.0137, then r = 0 and no term underflows. If B is larger, terms below
 2⁻¹²⁶ underflow, but these are too small to change a sum above 2⁻⁸⁰. If the sum of a row is below 2⁻⁸⁰, the
 forward pass computes this row again with its own maximum. (With unit rows and τ = 0.01, all cosines of such a
-row are below −0.28.) COMMON_M is r, or ∞ if some row or column has its own maximum as m. Backward computes
+row are below −0.28.) COMMON_M is r, or ∞ if some row or column subtracts its own maximum. Backward computes
 one exponential per logit if COMMON_M is finite, and two if COMMON_M is ∞.
 """
 from typing import Any, NamedTuple

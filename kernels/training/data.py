@@ -189,7 +189,7 @@ class Table:
                 the role of the column
     negatives   negatives per row: lists are cut or repeated to this number. None: all rows need equally many
     Attributes:
-    header      names of the columns that are read, after their roles if any ("anchor sent0"); None: no names
+    header      names of the columns that are read, with their roles in front ("anchor sent0"); None: no names
     cell_roles  role of each column that is read, such as "anchor"; not set if the columns have no roles
     """
 

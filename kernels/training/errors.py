@@ -106,7 +106,7 @@ def command(main):
                     warnings.simplefilter("ignore")
                 main(*args, **more)
         except KeyboardInterrupt:                              # a signal that came outside Run.steps
-            log("stopped", "by a signal; files that were saved before are complete")
+            log("stopped", "by a signal; files saved before the signal are complete")
             code = EXIT_STOPPED
         except Exception as error:
             message = describe(error)
