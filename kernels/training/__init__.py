@@ -10,13 +10,13 @@ ranks       the processes (ranks) of a run: torchrun's environment variables, an
 out         the output folder --out: atomic writes, model cards, and checksums of the inputs
 trackers    --log: sends metrics to TensorBoard or Weights & Biases
 loop        batch order, learning-rate schedules, AdamW without bias correction, gradient all-reduce
-precision   --precision bf16: float16 in losses and in the embeddings that ranks send to each other
-run         a training run from start to end: steps, metrics, checkpoints, --resume, stopping by a signal
+precision   the float16 parts of --precision bf16: losses, and embeddings that ranks send to each other
+run         a training run from start to end: steps, metrics, checkpoints, --resume, stopping on Ctrl-C
 pretrained  opens a pretrained model, from a folder or the hub, without running its code
 
 text/       sentences: tokens, encoders, checkpoints, masked language models, evaluation
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
 papers/     modules for one paper each; a file name begins with the name of the script that imports the file
 
-mine finds hard negatives, plot draws figures; probes implements --transfer, equal_texts --ignore-equal
+Not in this list: mine (hard negatives), plot (figures), probes (--transfer), equal_texts (--ignore-equal)
 """

@@ -3,8 +3,8 @@
 read_table checks all rows of a file before a script uses them. Files are read row by row; only a .json file
 is loaded as a whole and must fit in memory. An error message names the file and the wrong row.
 
-Columns have roles, such as anchor, positive and negative. --columns assigns the roles. Without --columns,
-usual column names such as query assign them, and without column names, the order of the columns does. The
+Columns have roles, such as anchor, positive and negative. --columns assigns the roles. Without --columns, the
+column names decide (query: anchor); if there are no column names, the order of the columns decides. The
 roles are not guessed from texts; the user can check them in the first row, which log_first_row prints.
 """
 import csv
@@ -53,14 +53,14 @@ def read_lines(path):
         try:
             for number, line in enumerate(file, 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if "\0" in text:                               # in UTF-16, Latin letters contain a NUL byte
+                if "\0" in text:                               # NUL bytes are a sign of UTF-16
                     raise UnicodeError
                 bar.update(len(line))
                 yield text
         except UnicodeError:
             fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            fail(f"{path}: {error}; copy it or compress it again")
+            fail(f"{path}: {error}; copy or compress the file again")
 
 
 def read_txt(path):
@@ -185,9 +185,9 @@ class Table:
     roles       {role: usual column names}; columns are put in the order of the roles. None: no roles
     columns     columns to read, by name or by number from 1, in the order of the roles; None: all columns
     names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
-    join        True: a cell that is a list becomes one text, joined by |. False: each entry of the list has
-                the role of the column
-    negatives   negatives per row: lists are cut or repeated to this number. None: all rows need equally many
+    join        True: a cell that is a list becomes one text, joined by |. False: the entries of the list
+                are several positives or negatives of the row (see spread)
+    negatives   negatives per row: long lists are cut, short ones repeated. None: all rows need equally many
     Attributes:
     header      names of the columns that are read, with their roles in front ("anchor sent0"); None: no names
     cell_roles  role of each column that is read, such as "anchor"; not set if the columns have no roles
@@ -297,8 +297,8 @@ class Table:
         self.header = [f"{found[i]} {names[i]}" for i in self.indices]
 
     def convert(self, row):
-        """Convert one row of the data to rows of texts. A list of positives gives one row for each positive;
-        without such a list, the result is one row. Raise RowError if the row is wrong."""
+        """Return one row of the data as a list of rows of texts: one row for each positive if the row has a
+        list of positives, else one row. Raise RowError if the row is wrong."""
         if isinstance(row, RowError):
             raise row
         if isinstance(row, dict) and self.keys:
@@ -316,7 +316,7 @@ class Table:
         return [[to_text(cell, self.kind) for cell in cells] for cells in rows]
 
     def spread(self, row):
-        """Return one row for each positive of `row`, whose cells may be lists. Each row has all negatives."""
+        """Return one row per positive of `row`, whose cells may be lists. Each has all negatives of `row`."""
         cells = {"before": [], "positives": [[]], "negatives": [], "after": []}
         for role, cell in zip(self.cell_roles, row):
             if role in REPEATABLE_ROLES:

@@ -73,8 +73,8 @@ def clear_bar(stream):
 
 @contextlib.contextmanager
 def signals_handled_by(handler):
-    """Context manager: use `handler` for Ctrl-C, SIGTERM and SIGHUP (a closed terminal). A signal that nohup
-    ignores stays ignored. Python sets handlers only in the main thread; in other threads, do nothing."""
+    """Context manager: use `handler` for Ctrl-C, SIGTERM and SIGHUP (a closed terminal). Signals already
+    ignored (by nohup) stay ignored. Python sets handlers only in the main thread; in others, do nothing."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = {kind: signal.getsignal(kind) for kind in SIGNALS if in_main_thread}
     before = {kind: old for kind, old in before.items() if old not in (signal.SIG_IGN, None)}
@@ -98,7 +98,7 @@ def command(main):
     @functools.wraps(main)
     def run(*args, **more):
         if hasattr(sys.stdout, "reconfigure"):                 # a notebook's stdout has no such method
-            sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that do not use UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")  # escape characters that the encoding lacks
         code = 0
         try:
             with signals_handled_by(signal.default_int_handler), warnings.catch_warnings():
@@ -106,7 +106,7 @@ def command(main):
                     warnings.simplefilter("ignore")
                 main(*args, **more)
         except KeyboardInterrupt:                              # a signal that came outside Run.steps
-            log("stopped", "by a signal; files saved before the signal are complete")
+            log("stopped", "a signal ended this script; files saved before the signal are complete")
             code = EXIT_STOPPED
         except Exception as error:
             message = describe(error)
@@ -117,7 +117,7 @@ def command(main):
             code = 2
         if dist.is_initialized() and not code:
             dist.destroy_process_group()
-        elif dist.is_initialized():                            # a normal exit hangs if a rank has died
+        elif dist.is_initialized():                            # a normal exit would wait for ranks that died
             os._exit(code)
         if code:
             sys.exit(code)

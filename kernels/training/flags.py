@@ -19,7 +19,7 @@ def at_least(least, kind=float, most=None):
             expected = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text}: expected a number {expected}")
         return value
-    convert.__name__ = kind.__name__                           # argparse prints this: "invalid int value"
+    convert.__name__ = kind.__name__                           # for argparse's message "invalid int value"
     return convert
 
 
@@ -129,7 +129,7 @@ class Recipe(NamedTuple):
 class ScriptParser(argparse.ArgumentParser):
     """The argument parser of a script. It raises UserError for wrong flags, instead of exiting.
 
-    recipes   {name: Recipe}, the presets of --recipe and of the flags in `implied`
+    recipes   {name: Recipe}, all presets: those of --recipe and those in `implied`
     implied   {flag: Recipe}, the presets that are applied if the flag is given without --recipe
     inputs    {flag: kind of input, such as "model"} for each flag that names a file, a folder or a model
     groups    {section of --help: argparse group}
@@ -201,8 +201,8 @@ class ScriptParser(argparse.ArgumentParser):
             given, data = [*given, f"--data={os.fsdecode(data)}"], None
         args = given
         if getattr(parsed, "resume", False):
-            given = [*saved_command(parsed.out), *given]       # later flags override earlier ones
-            args = [*given, "--out", parsed.out]               # the folder may have been moved
+            given = [*saved_command(parsed.out), *given]       # flags given now override those of the run
+            args = [*given, "--out", parsed.out]               # override the old name of a moved folder
             parsed = super().parse_args(args, namespace)
         implied = (name for name in self.implied if getattr(parsed, name))
         if name := getattr(parsed, "recipe", None) or next(implied, None):

@@ -76,7 +76,7 @@ def atomic_output(run):
     with writing(run.out):
         temporary.mkdir()
         yield temporary
-        for path in sorted(temporary.rglob("*")):              # a folder comes before the files in it
+        for path in sorted(temporary.rglob("*")):              # sorted: first a folder, then the files in it
             target = run.out / path.relative_to(temporary)
             if path.is_dir():
                 target.mkdir(exist_ok=True)

@@ -30,7 +30,7 @@ def progress(items, name, unit="", **more):
 class Clock:
     """Measures the time of a run. Evaluations are pauses: they do not count as training time.
 
-    first_step   number of the last step before the training loop; 0 in a new run
+    first_step   step after which the loop starts: 0 in a new run, the saved step with --resume
     pauses       number of pauses so far; paused_seconds is their total time
     """
 
@@ -39,7 +39,7 @@ class Clock:
         self.start(0)
 
     def start(self, step):
-        """Start timing a loop that begins after `step`. Earlier pauses serve only to predict later ones."""
+        """Time the steps after `step`. Only seconds_left still uses earlier pauses, to predict later ones."""
         self.began, self.first_step = time.perf_counter(), step
         self.earlier_seconds = self.paused_seconds
 

@@ -49,7 +49,7 @@ def join_group(device):
         if rank() >= world_size():
             raise ValueError("RANK must be less than WORLD_SIZE")
         socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        with signals_handled_by(signal.SIG_DFL):               # SIG_DFL ends the process even while C++ waits
+        with signals_handled_by(signal.SIG_DFL):               # SIG_DFL: Ctrl-C works even while C++ waits
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     except Exception as error:                                 # PyTorch raises errors of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -62,13 +62,13 @@ class Run:
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        if not args.evaluate:                                  # --evaluate needs no --out and no other rank
+        if not args.evaluate:                                  # --evaluate needs no --out and no other ranks
             if args.batch_size < self.world_size:
                 fail(f"--batch-size {args.batch_size}: expected at least {self.world_size}, one row per "
                      "process")
             out.check_out(args)
             ranks.join_group(self.device)
-        if gpu and self.bf16:                                  # float32 products outside autocast use TF32
+        if gpu and self.bf16:                                  # TF32 for float32 products outside autocast
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
         try:                                                   # fail now if --impl cannot run here
@@ -138,7 +138,7 @@ class Run:
         rows       number of rows to sample from, or a list of row indices. None: yield None as row indices
         min_rows   skip the last batch of an epoch if it has fewer rows than this
         order      function, used instead of `rows`: order(step) iterates over the row indices of each batch
-                   after `step`. They must be equal on all ranks and after --resume
+                   after `step`. All ranks must get the same indices, also after --resume
         """
         args = self.args
 
@@ -161,7 +161,7 @@ class Run:
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
         if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
-            if not self.eval_due:                              # log_metrics calls it before an evaluation
+            if not self.eval_due:                              # before an evaluation, log_metrics has checked
                 self.check_finite()
             self.report()
         if self.eval_due or stop:
@@ -222,11 +222,11 @@ class Run:
         log("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 
     def on_signal(self, number, _):
-        """Signal handler: stop the run after a step (see asked_to_stop), or at the second signal at once."""
+        """Signal handler. First signal: stop after a step (see asked_to_stop). Second signal: exit now."""
         if self.signals:
             sys.exit(EXIT_STOPPED)
         self.signals.append(number)
-        if self.rank == 0:                                     # a signal handler must not call print
+        if self.rank == 0:                                     # print may fail in a signal handler
             os.write(1, b"\nstopping after this step is saved; press Ctrl-C again to stop now\n")
 
     def asked_to_stop(self):
@@ -319,7 +319,7 @@ class Run:
         for name in now.keys() - {"data", "inputs"}:           # --data is compared by its checksum
             if saved.get(name) != now[name]:
                 hint = ""
-                if name in ("steps", "epochs"):                # all learning rates depend on these flags
+                if name in ("steps", "epochs"):                # learning rates of past steps depend on them
                     hint = (f"; to train a model further, start a new run with --model {self.out} "
                             "--out NEW")
                 fail(f"--resume: {name} was {saved.get(name)} in {self.out}, now it is {now[name]}{hint}")

@@ -5,7 +5,7 @@ from .errors import fail
 
 
 class TensorBoard:
-    """Writes metrics to OUT/tensorboard. Rank 0 calls begin once; `progress` is Run.extra_state."""
+    """Writes metrics to OUT/tensorboard. Run.begin calls begin on rank 0, with progress = Run.extra_state."""
 
     def __init__(self):
         from torch.utils.tensorboard import SummaryWriter

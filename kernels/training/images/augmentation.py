@@ -16,7 +16,7 @@ def random_uniform(seed, epoch, keys, first, count):
     seed, epoch and key, not on the calling rank or worker (SplitMix64, a counter-based generator).
 
     keys     (n,) integers that identify the images
-    first    skip this many random numbers of each key, because earlier calls have returned them
+    first    number of random numbers of each key to skip: earlier calls have returned them
     """
     state = mix_bits(mix_bits(mix_bits(np.array([seed])) + np.uint64(epoch)) + np.asarray(keys, np.uint64))
     counter = np.arange(first + 1, first + count + 1, dtype=np.uint64)[:, None]
@@ -94,10 +94,10 @@ def crop_and_resize(x, boxes, size, bicubic):
 
 
 def bicubic_matrix(first, length, width, size, like):
-    """Return n matrices (size, width). Each matrix crops a row of `width` pixels to a box and resizes the box
-    to `size` pixels by Keys' cubic kernel (a = −1/2). Edge pixels are repeated; there is no antialiasing.
+    """Return n matrices (size, width). Each matrix crops a row of `width` pixels to a box and resizes it to
+    `size` pixels by Keys' cubic kernel (a = −1/2). Beyond the box, its edge pixels repeat; no antialiasing.
 
-    first, length    (n,) first pixel and number of pixels of each box, in the dtype of `like`
+    first, length    (n,) tensors: first pixel of each box, and number of its pixels, in the dtype of `like`
     like             a tensor that gives the device and dtype of the result
     """
     at = torch.arange(size, device=like.device)
@@ -157,7 +157,7 @@ def jitter(x, colour, hue, p):
     brightness, contrast, saturation = (uniform(low, high, (n, 1, 1, 1), x) for _ in range(3))
     shift = uniform(-hue, hue, (n, 1, 1), x)
     for turn in range(4):
-        # masks of the images that change their brightness, contrast, saturation or hue in this turn
+        # an image makes one change per turn: masks of images for brightness, contrast, saturation and hue
         now = [(order[:, turn] == which).view(n, 1, 1, 1) & changed for which in range(4)]
         x = torch.where(now[0], x * brightness, x)
         luma = grey(x)

@@ -22,7 +22,7 @@ class ImageDataset:
     train, test      ImageSource of each split. test is None if there is no test split, or if one of the two
                      has no labels. Without --data (evaluation of a classifier), both are the images of --dev
     size             side of a view in pixels
-    is_small         whether size <= 32. The papers use other settings for such images
+    is_small         whether size <= 32. Such images get other first layers and default flags
     classes          class names; a label is an index into this list
     training_views   iterator over this rank's training views; start_training_views sets it
     """
@@ -109,8 +109,8 @@ class ImageDataset:
         self.training_views = self.views(self.train, local, self.crops._replace(min_area=min_area), count)
 
     def encode_split(self, split, model, logits=False):
-        """Return (N, H) features, or logits if logits=True, of the centre crops of a split's N images. Each
-        rank encodes a part and receives all results; if ranks outnumber images, each rank encodes all."""
+        """Return features (N, feature_dim), or logits, of the centre crops of a split's N images. Each rank
+        encodes a part and receives all results; if ranks outnumber images, each rank encodes all."""
         is_shared = len(split) >= (dist.get_world_size() if dist.is_initialized() else 1)
         local = range(len(split))[own_rows(len(split)) if is_shared else slice(None)]
         starts = progress(range(0, len(local), 256), "evaluating", " batches")

@@ -23,7 +23,7 @@ class SmallImageResNet(ResNetModel):
 
     def __init__(self, config):
         super().__init__(config)
-        config.small_stem = True                               # load_image_encoder finds this in config.json
+        config.small_stem = True                               # load_image_encoder then uses this class
         stem = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
         self.embedder.embedder.convolution = stem
         self.embedder.pooler = nn.Identity()
@@ -91,7 +91,7 @@ class ImageEncoder(nn.Module):
             self.register_buffer(name, torch.tensor(values).float()[:, None, None], persistent=False)
 
     def features(self, images):
-        """Return the encoder's pooled output (n, H) float32 for images (n, 3, S, S) in [0, 1]."""
+        """Return the encoder's pooled output (n, feature_dim) float32 for images (n, 3, S, S) in [0, 1]."""
         images = ((images - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bf16):
             return self.encoder(images).pooler_output.flatten(1).float()
@@ -105,7 +105,7 @@ class ImageEncoder(nn.Module):
 
     @torch.no_grad()
     def encode_batches(self, batches, logits=False):
-        """Return features (N, H), or logits if logits=True, of batches (n, 3, S, S), in eval mode."""
+        """Return the features (N, feature_dim), or logits, of batches (n, 3, S, S), computed in eval mode."""
         training = self.training
         self.eval()
         parts = [self.features(x) for x in batches]

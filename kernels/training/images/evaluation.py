@@ -68,7 +68,7 @@ def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, imp
 
 
 def evaluate(model, images, impl="auto"):
-    """Return {"top1": percent} of a classifier, or else {"knn": percent}; neighbours are training images."""
+    """Return {"top1": percent} for a classifier, else {"knn": percent} with training images as neighbours."""
     if model.classes:
         return {"top1": accuracy(model, images)}
     bank = images.encode_split(images.train, model)
@@ -123,7 +123,7 @@ def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nestero
     init_std        standard deviation of the layer's initial weights; 0: all weights start at zero
     """
     model.eval()
-    torch.manual_seed(run.args.seed)                           # so that --evaluate trains the same probe
+    torch.manual_seed(run.args.seed)                           # a run and --evaluate train the same probe
     train_labels, labels = (split.labels.to(run.device) for split in (images.train, images.test))
     layer = nn.Linear(model.feature_dim, len(images.classes), device=run.device)
     nn.init.normal_(layer.weight, std=init_std) if init_std else nn.init.zeros_(layer.weight)

@@ -17,8 +17,8 @@ SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
 
 
 def read_images(path, workers=None, skip=False):
-    """Read a data set, and return (images, test images or None), as ImageArrays or ImageFiles. ImageFiles
-    explains workers and skip; workers=None: number of CPU cores, divided by that of ranks on this machine."""
+    """Read a data set, and return (images, test images or None), as ImageArrays or ImageFiles. workers and
+    skip: see ImageFiles; workers=None: number of CPU cores / number of ranks on this machine."""
     path = Path(path)
     if workers is None:
         workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -107,7 +107,7 @@ class StandIn:
         pass
 
     def __setstate__(self, state):
-        if len(state) == 5:                                    # the state of an array; a dtype's has 8 parts
+        if len(state) == 5:                                    # 5 parts: an array; 8 parts: a dtype, unused
             _, shape, _, is_fortran, data = state
             self.values = np.frombuffer(data, np.uint8).reshape(shape, order="F" if is_fortran else "C")
 
@@ -116,10 +116,10 @@ class BatchUnpickler(pickle.Unpickler):
     """Reads CIFAR's batches. Unlike pickle.Unpickler, it does not import functions that a file names."""
 
     def find_class(self, module, name):
-        """Return the replacement of a class or function that CIFAR's batches name. Fail for other names."""
+        """Return a replacement for a class or function used in CIFAR's batches. Fail for all others."""
         known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
                  "numpy._core.multiarray._reconstruct": StandIn,
-                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # if Python 3 wrote a file
+                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # how Python 3 saves bytes
         if f"{module}.{name}" not in known:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
         return known[f"{module}.{name}"]
@@ -127,7 +127,7 @@ class BatchUnpickler(pickle.Unpickler):
 
 def list_folder(path):
     """Return (folder, names of the image files below it, their labels or None). A label is the name of the
-    folder directly below `path` that contains the file. Names that begin with a dot are left out."""
+    folder directly below `path` that contains the file. Files and folders named .* are left out."""
     names = []
     for folder, folders, files in os.walk(path, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

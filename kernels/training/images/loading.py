@@ -23,7 +23,7 @@ from .augmentation import Crops, centre_crop_boxes, crop_and_resize, to_float
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits or fewer per channel
 REPAIR = "repair or delete it, or start again with --skip-damaged"
-CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # without fork, workers would start slowly
+CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # False: no workers, as they would start slowly
 
 
 class Cutter(NamedTuple):
@@ -50,7 +50,7 @@ class Cutter(NamedTuple):
 class ImageSource:
     """Base class of data sets whose images are read by row number when they are needed.
 
-    kept      (N,) row numbers that the N images had before keep_only removed others
+    kept      (N,) original row numbers of the N images that keep_only has not removed
     labels    (N,) int64, or None
     names     {label: class name}. A label without an entry is named by its number
     """
@@ -172,8 +172,8 @@ class Tasks(Dataset):
 
 
 def parallel_map(function, items, workers):
-    """Return an iterator over function(*item) for each item, in order. Each worker process works up to two
-    items ahead. With workers=0, this process does the work."""
+    """Return an iterator over function(*item) for each item, in order. Each worker process computes up to
+    two items before they are needed. With workers=0, this process does the work."""
     return iter(DataLoader(Tasks(function), sampler=items, batch_size=None, num_workers=workers,
                            worker_init_fn=ignore_signals, multiprocessing_context="fork" if workers else None,
                            generator=torch.Generator()))       # leave PyTorch's default generator unchanged
@@ -213,7 +213,7 @@ def describe_damage(path, error):
 
 def crop_files(source, cutter, epoch, rows):
     """Crop and resize n image files. Return views (views, n, size, size, 3) uint8, or a text that describes a
-    damaged file. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the crops stay large enough."""
+    damaged file. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if no crop gets smaller than `size`."""
     from PIL import Image
     method = Image.Resampling.BICUBIC if cutter.bicubic else Image.Resampling.BILINEAR
     size, found = cutter.size, []
