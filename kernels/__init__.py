@@ -13,7 +13,7 @@ margin_loss            Hadsell's loss: pairs of one class become close, other pa
 linear_cross_entropy   cross entropy of the logits hidden·weightᵀ, for a linear layer over a large vocabulary
 embed_in_chunks        embeddings of a batch whose activations do not fit into memory, with exact gradients
 gather_rows            all rows of a batch that is split over several processes, with exact gradients
-own_rows               the slice of such a batch that belongs to one process
+own_rows               the rows of one process, as a slice, if a batch is split over several processes
 check_rows             raise ValueError if tensors do not have the expected dtypes, shapes and device
 check_unit             raise ValueError if the rows of a tensor do not have norm 1
 choose_impl            the implementation that impl="auto" selects for a tensor
@@ -73,7 +73,7 @@ def __getattr__(name):
 
 @functools.cache
 def load_installed():
-    """Import Hugging Face's package `kernels`. Meanwhile sys.modules lacks our modules: names collide."""
+    """Import Hugging Face's package `kernels`, with our modules out of sys.modules: some names are equal."""
     spec = importlib.util.spec_from_file_location(__name__, os.path.join(__path__[1], "__init__.py"))
     package = importlib.util.module_from_spec(spec)
     ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}

@@ -6,18 +6,18 @@ time: the logits of a few rows. With the upstream gradient g_i = dloss/dlse_i of
     max_i = max_j s_ij,    sum_i = Σ_j exp(s_ij − max_i),    lse_i = max_i + log sum_i                forward
     dq_i = (1/τ) Σ_j W_ij k_j,    dk_j = (1/τ) Σ_i W_ij q_i,    W_ij = g_i exp(s_ij − max_i) / sum_i  backward
 
-In a softmax loss, lse_i leaves out the positive, whose logit is s_i+. Row i has the weight w_i in the loss:
+In a softmax loss, lse_i sums over negatives only; s_i+ is the positive's logit, and w_i is row i's weight:
 
     loss = Σ_i w_i softplus(gap_i),    gap_i = lse_i − s_i+,    g_i = w_i σ(gap_i),    dloss/ds_i+ = −g_i
 
 If each column j has a softmax too, as in clip_loss, W_ij gets a second term: g'_j exp(s_ij − max'_j) /
-sum'_j. If q is compared with itself (triangle=True), s_ij = s_ji, so a strip omits the columns before its
-first row. The other columns start with a square: the rows of the strip, compared with themselves. A logit
-s_ij to the right of the square counts for row i and, as s_ji, also for row j.
+sum'_j, with the values of column j. If q is compared with itself (triangle=True), s_ij = s_ji, so a strip
+omits the columns before its first row. The other columns start with a square: the rows of the strip, compared
+with themselves. A logit s_ij to the right of the square counts for row i and, as s_ji, also for row j.
 
-The maximum max_i and the sum sum_i are both stored. Their combination lse_i would be rounded at the scale of
-|s|. Then all p_ij of row i would be wrong by the same factor. When τ is small or rows are equal, Σ_j p_ij k_j
-and the key of the positive would not cancel in the gradient.
+Gradients use max_i and sum_i, which are both stored, instead of lse_i. Because lse_i is rounded at the scale
+of |s|, all p_ij of row i would otherwise be wrong by the same factor. When τ is small or rows are equal,
+Σ_j p_ij k_j and the key of the positive would then not cancel in the gradient.
 
 eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because it computes each strip
 again for the gradients; triangle=True halves the operations. With triangle=False, a loss with only a row
@@ -51,7 +51,7 @@ def strip_slices(n, m, mask, triangle):
     """Yield (slice of rows, slice of columns) for each strip.
 
     If the mask has sorted groups (argument within of similarity_lse), a strip covers only the columns in the
-    groups of its rows. On a GPU it covers all columns, because reading the groups would synchronise.
+    groups of its rows. On a GPU it covers all columns, because reading the groups makes the host wait.
     """
     height = n if n * m <= ONE_STRIP else max(MIN_STRIP_ROWS, min(STRIP_LOGITS // m, n // 8))
     groups = mask.row_groups, mask.column_groups
@@ -159,7 +159,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
                             is_exp=False):
     """Add W k to dq and Wᵀ q to dk by strips (W: see the top of the file); skip a gradient without rows.
 
-    of_rows, of_columns    statistics (2, n) of rows and columns; triangle=True: one tensor, and dk is dq
+    of_rows, of_columns    statistics (2, n); with triangle=True both are the same tensor, and dk is dq
     g, g_of_columns        (n,) upstream gradients of the log-sum-exps of rows and of columns, divided by τ
     is_exp                 True: strips already hold exp(s), and all maxima are 0
     """
@@ -172,7 +172,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
             w = (s if is_exp else s.exp_()).mul_(factors[rows, None] + column_factors[columns])
         else:
             w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
-            if triangle:                 # in the square, column j uses s_ji: the rounding of s_ij may differ
+            if triangle:    # in the square, column j uses s_ji, because s_ij may be rounded differently
                 w[:, :right] += w[:, :right].T.clone()
             w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
         if len(dq):
@@ -192,7 +192,7 @@ def add_products(dq, dk, w, q, k, rows, columns):
 def subtract_positives(dq, dk, q, k, targets, g):
     """Subtract the terms of the positives: g_i k_t from dq_i, and g_i q_i from dk_t, with t = targets[i].
 
-    These come last, because sums of small terms are more accurate before a large term is added.
+    These terms are large, so they come last: until then, the sums of the small terms lose fewer digits.
     """
     if len(dq):
         dq.addcmul_(k[targets], g[:, None], value=-1)
@@ -267,9 +267,9 @@ def loss_and_slopes(positive, stats, weights):
 def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs_temperature):
     """Return (loss, dq, dk, dτ), with gradients computed along with the loss.
 
-    The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w_i = 1/N for weights=None. both=True: the
-    mean of this loss, with a softmax per row (dim=1), and of the loss with a softmax per column (dim=0); the
-    positive of query i is key i. A gradient that is not needed has no elements. See fused.softmax_loss.
+    The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w_i = 1/N for weights=None. With both=True it
+    is the mean of two such losses: one has a softmax per row (dim=1), the other one per column (dim=0); then
+    the positive of query i is key i. A gradient that is not needed has no elements. See fused.softmax_loss.
     """
     triangle, n = k is None, len(q)
     q, k = to_accumulation_dtype(q, k, temperature)
@@ -278,7 +278,7 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
     targets, positive = positive_columns(mask, n, len(k), q.device), q.new_empty(n)
     if triangle or both:
         of_rows, of_columns, strips = two_sided_stats(q, k, temperature, mask, triangle, positive)
-        if triangle:                                         # the views of a sample share a positive logit
+        if triangle:      # only the first half is valid; both views of a sample have the same positive logit
             positive[n // 2:] = positive[:n // 2]
         loss, g = loss_and_slopes(positive, of_rows, weights)
         g = g_of_columns = g / temperature

@@ -95,7 +95,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     k            (M, D) keys, dtype and device as q; None: the keys are the rows of q
     temperature  τ: float from 1e-38 to 1e38, so that float32 can hold τ and 1/τ; or a 0-dim tensor, which
                  then receives a gradient. The value of a tensor on a GPU is not checked
-    exclude      keys left out of the sum of query i: None | "diagonal" (key i + offset)
+    exclude      keys left out of the sum of query i, one of: None | "diagonal" (key i + offset)
                  | "pair" (keys i and i ± N/2; only if k is None)
                  | (query ids (N,), key ids (M,)) integers: keys with the id of query i
                  | ("diagonal", query ids, key ids): key i + offset, and keys with the id of query i
@@ -106,7 +106,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  f_q_i·f_k_j ≥ phi. The features get no gradient
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
     normalize    True: first divide the rows of q and k (not of f_q and f_k) by their norms, in float32
-                 (float64 for float64 rows). Products have the same dtype as with False. As in F.normalize, a
+                 (float64 for float64 rows). The dtype of the products stays the same. As in F.normalize, a
                  norm below 1e-12 counts as 1e-12: a zero row has cosine 0 with every row, and a gradient of
                  about 1e12 (infinite in float16). A norm above 1.8e19 overflows, and the row becomes zero
     impl         "auto" (see choose_impl) | "triton" | "blockwise" | "eager"
@@ -122,8 +122,8 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     memory       inputs, gradients, at most a float32 copy of each of these, and buffers. In Triton, buffers
                  take 160 MiB, or 544 MiB if a loss computes its gradient in forward: WEIGHT_BUFFER_BYTES and
                  STRIP_BYTES in kernels.heuristics limit them. The first call with new shapes briefly takes up
-                 to 512 MiB more (replay.py). The buffers of "blockwise" take 64 MiB, or 128 rows of logits if
-                 these are larger; ids double this at most. "eager" stores O(N·M) numbers
+                 to 512 MiB more (replay.py). The buffers of "blockwise" take 64 MiB, or the size of 128 rows
+                 of logits if this is more; with ids, at most twice as much. "eager" stores O(N·M) numbers
     source       van den Oord et al. 2018, eq. 4
     """
     call = prepare(q, k, temperature, exclude=exclude, within=within, similar=similar, offset=offset,

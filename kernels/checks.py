@@ -101,7 +101,7 @@ def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
 
     minimum, maximum  may be ±∞; then x may be infinite too
     device            if given, x may also be a 0-dim floating-point tensor on this device. The value is
-                      checked on the CPU only, because reading it from a GPU would synchronise
+                      checked on the CPU only: to read it from a GPU, the host would have to wait
     """
     value = x
     if isinstance(x, Tensor) and device is not None:
@@ -185,7 +185,7 @@ def check_scalars(name, xs):
 def check_index(name, x, count, allowed=None):
     """Raise ValueError unless each entry of x is an index from 0 to count − 1, or equal to `allowed`.
 
-    Only integer tensors on the CPU are checked, because reading a tensor on a GPU would synchronise.
+    Only integer tensors on the CPU are checked: to read a tensor on a GPU, the host would have to wait.
     """
     if x.dtype in INTEGERS and x.is_cpu and not torch.compiler.is_compiling():
         x = x.long()                     # x < count casts count to the dtype of x: in int8, 300 is 44
@@ -237,7 +237,7 @@ def check_gathered(q, k, offset, name="k"):
 
 
 def check_order(pair, gathered, names):
-    """Raise ValueError if `gathered` holds the gathered tensors of `pair` in the wrong order."""
+    """Raise ValueError if gathered[0] was gathered from pair[1], and gathered[1] from pair[0]."""
     sources = [getattr(x, "gathered_from", lambda: None)() for x in gathered]
     if pair[0] is not pair[1] and sources[0] is pair[1] and sources[1] is pair[0]:
         raise ValueError(f"gathered: found ({names[1]}, {names[0]}), expected ({names[0]}, {names[1]})")
@@ -247,8 +247,8 @@ def check_order(pair, gathered, names):
 def check_unit(name, x):
     """Raise ValueError if the norm of a row of x differs from 1 by more than 1e-2.
 
-    The check synchronises with the GPU. So it runs at most twice per tensor: at the first call, and at the
-    first call after the tensor has changed (for a queue: after keys have been enqueued).
+    The check makes the host wait for the GPU. So it runs at most twice per tensor: at the first call, and at
+    the first call after the tensor has changed (for a queue: after keys have been enqueued).
     """
     check_rows(**{name: (x, "N D")})
     checked, version = getattr(x, "unit_at", ()), 0 if x.is_inference() else x._version

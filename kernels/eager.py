@@ -18,7 +18,7 @@ def logits_of(call):
 
 
 def masked_logits(call):
-    """Return (logits with −inf where excluded, bool (N,): True for rows of only −inf; None: no such row)."""
+    """Return (logits with −inf where excluded, None or a bool (N,) that is True for rows of only −inf)."""
     s, mask = logits_of(call), call.mask
     if mask.exclude == "diagonal" and not mask.has_vectors and s.shape[1] > 1:
         s.diagonal(mask.offset).fill_(-torch.inf)
@@ -77,7 +77,7 @@ def nt_xent(call):
 
 
 def sup_con_loss(call, row_labels, column_labels):
-    """Return the mean over rows of a loss: the mean −log softmax of the row's positives, or 0 without any.
+    """Return the mean loss of all rows: a row's loss is the mean −log softmax of its positives (0 if none).
 
     The positives of a row are the other rows with its label; the softmax is over all other rows.
     """

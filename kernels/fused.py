@@ -96,7 +96,7 @@ class LogSumExp(torch.autograd.Function):
             gradients = blockwise.similarity_lse_backward(*operands, grad, stats, *needs)
         else:
             from .gpu import gradient, shift
-            largest = largest_finite(grad)                     # the kernels expect |dloss/dlse| ≤ 1
+            largest = largest_finite(grad)      # divide by it: the kernels expect |dloss/dlse| ≤ 1
             rows = shift.make_side(stats, (grad / largest).contiguous())
             columns = rows if call.k is None else None
             gradients = gradient.gradients(*operands, rows, columns, *common_m, largest, 1.0, *needs,
@@ -118,7 +118,7 @@ class GradientInForward(torch.autograd.Function):
 
     q, k, temperature, bias  inputs, passed only to register them with autograd; compute has these tensors
     compute                  function that returns (loss, gradients of q, k, temperature and, if given, bias).
-                             Its caller finds out which gradients are needed: in forward, grad mode is off
+                             Read call.needs outside compute, which runs in forward, where grad mode is off
     """
 
     @staticmethod

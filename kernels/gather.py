@@ -91,7 +91,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         return x
     sent = torch.int32 if x.dtype == torch.int16 else dtype or x.dtype
     gathered = GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, sent)
-    if not torch.compiler.is_compiling():     # for check_gathered and check_order in checks.py
+    if not torch.compiler.is_compiling():     # read by check_gathered and check_order (checks.py)
         gathered.own_rows, gathered.gathered_from = (own.start, own.stop), weakref.ref(x)
     return gathered
 

@@ -2,8 +2,8 @@
 
 "Small D" means that rows have a half type, that the mask is not "target" (linear_cross_entropy has this one),
 and that D ≤ 128 or the mask has groups (argument within). "Large D" means all other cases. At large D, a row
-softmax loss uses lse_forward and gradient_large_d if it has at most FEW_ROWS rows and columns, or if it would
-need several strips of fewer than MIN_FUSED_ROWS rows.
+softmax loss uses lse_forward and gradient_large_d instead of fused_forward_backward if there are at most
+FEW_ROWS rows and columns, or if the latter would need several strips of fewer than MIN_FUSED_ROWS rows.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
@@ -29,7 +29,7 @@ TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n col
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
 TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of row and column statistics in lse_forward
 STRIP_BYTES = 2 ** 29          # 512 MiB: limit for a strip in fused_forward_backward (see strip_height)
-MIN_FUSED_ROWS = 2048          # if strips are shorter, adding each to dk costs more than a second pass
+MIN_FUSED_ROWS = 2048          # fewer rows per strip: updating dk costs more than computing the logits twice
 
 
 def choose_impl(impl, x, n=None, m=None, product_dtype=None):

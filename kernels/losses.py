@@ -213,7 +213,7 @@ def loss_of_labels(z, all_z, labels, temperature, offset, options):
                    names=("z", "gathered: z"), **options)
     if labels is None:
         labels = torch.arange(len(call.keys) // views, device=z.device)
-    if call.impl != "eager":     # not in half types: gradients nearly cancel in fused_loss_of_labels
+    if call.impl != "eager":     # cast half types to float32: the gradients of near and lse nearly cancel
         q, k = (x if x is None else x.to(call.temperature.dtype) for x in call[:2])
         return fused_loss_of_labels(call._replace(q=q, k=k), views, labels, offset)
     column_labels = labels.repeat_interleave(views)
@@ -270,7 +270,7 @@ def fused_loss_of_labels(call, views, labels, offset):
 
 
 def sums_by_number(samples, number, count):
-    """Return (count, D): row c is the sum of all views of those samples (n, V, D) whose number (n,) is c."""
+    """Return (count, D): row c sums all views of samples with number c. samples (n, V, D), number (n,)."""
     sums = samples.new_zeros(count, samples.shape[2])
     add_rows(sums, number, samples.sum(1))
     return sums

@@ -12,10 +12,10 @@ from .heuristics import FEW_ROWS
 class Mask(NamedTuple):
     """A checked mask of (N, M) logits. An entry is excluded if any part of the mask excludes it.
 
-    exclude                      what row i excludes: "none" | "diagonal" (column i + offset) | "pair" (the
-                                 columns i' and i' + M/2, which are the views of its sample: i' = i mod N/2 +
-                                 offset) | "target" (column row_ids[i]; in a transposed mask, column j
-                                 excludes row column_ids[j])
+    exclude                      what row i excludes: "none" | "diagonal" (column i + offset) | "pair" (both
+                                 views of its sample: columns c and c + M/2, with c = i mod (N/2) + offset)
+                                 | "target" (column row_ids[i]; in a transposed mask, column j excludes row
+                                 column_ids[j])
     row_ids, column_ids          integers (N,), (M,): row i excludes columns with its id; None: no ids. For
                                  exclude="target", row_ids holds the targets, and column_ids is None
     row_groups, column_groups    integers (N,), (M,): row i excludes columns of other groups; None: no groups
@@ -50,7 +50,7 @@ def positive_columns(mask, n, m, device):
 
 
 def own_columns(mask, rows, n, m):
-    """Return the column of the same view for each row index in `rows`, if exclude is "pair"."""
+    """Return, for each row index in `rows`, the column that holds the same view (exclude is "pair")."""
     return rows % (n // 2) + mask.offset + (rows >= n // 2) * (m // 2)
 
 
@@ -117,7 +117,7 @@ def check_similar(similar, n, m):
 
 
 def column_ranges(mask, size):
-    """Return (blocks, 2) int32: for each block of `size` rows, (first, last + 1) column of their groups.
+    """Return (blocks, 2) int32: (first, last + 1) column in the groups of each block of `size` rows.
 
     Return None for a mask without groups, or for at most FEW_ROWS rows and columns. If column groups are not
     sorted, each range covers all columns. The host reads no value from the GPU, so nothing synchronises.

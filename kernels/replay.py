@@ -73,7 +73,7 @@ def key_of(function, arguments, named):
     for x in values:                                       # the loop appends the elements of tuples to values
         kind = type(x)
         if kind in TENSORS:
-            if x.layout is not torch.strided or not on_gpu(x):  # the key lacks the values of a CPU tensor
+            if x.layout is not torch.strided or not on_gpu(x):  # a replay would miss new values on the CPU
                 return None, ()
             number = numbers.setdefault(id(x), len(tensors))
             if number == len(tensors):
@@ -133,7 +133,7 @@ def record(function, arguments, named, tensors):
     try:
         copies = {id(x): copy_of(x) for x in tensors}
         for x in tensors:
-            if "own_rows" in x.__dict__:                       # checks.py reads what is set here
+            if "own_rows" in x.__dict__:             # x is from gather_rows: checks.py reads both attributes
                 copies[id(x)].own_rows = x.own_rows
                 copies[id(x)].gathered_from = functools.partial(copies.get, id(gathered_from(x)))
         recorder = ON_THIS_THREAD.recorder = Recorder(copies.values())
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         return outs
 
     def launch(self, kernel, run, grid, arguments, named):
-        """Launch a kernel by run (JITFunction.run), and record the call of CompiledKernel.run in it."""
+        """Launch a kernel by run (JITFunction.run); record a call of its CompiledKernel.run as the step."""
         compiled = run(*arguments, grid=grid, warmup=False, **named)
         if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
             raise CannotRecord("scratch memory")
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
                 raise CannotRecord("a view in another dtype")
 
     def use_result(self, stage, x):
-        """Record that a stage returns x. If only kernels used its memory so far, this gets the shape of x."""
+        """Record that a stage returns x; its Memory gets x's shape if only kernels used it so far."""
         memory, self.stage = self.memory_of(x), stage
         if not memory.is_tensor and memory.size == x.numel() * x.itemsize:
             memory.shape, memory.stride = x.shape, x.stride()
@@ -298,7 +298,7 @@ class Descriptor:
 
 
 def fill(x, held, address):
-    """Return x with each Part replaced: by its tensor in held or its address in address (lists by slot)."""
+    """Return x with its Parts replaced by tensors or addresses; slot i has tensor held[i] at address[i]."""
     kind = type(x)
     if kind is Part:
         if x.view is None:
@@ -313,7 +313,7 @@ def fill(x, held, address):
 
 
 class Stage:
-    """The steps of forward or backward. Each tensor that these get, allocate or compute has a slot number."""
+    """The steps of forward or backward; each tensor they get, allocate or compute has a slot number."""
 
     def __init__(self, recorder, stage, given, new, results):
         """Convert the recorded steps. The stage gets each Memory in `given` and allocates each in `new`."""
@@ -328,7 +328,7 @@ class Stage:
 
         pointers, tensors    [(i, slot, offset)]: argument i is an address; [(i, slot)]: it is a slot's tensor
         others               [(i, x)]: argument i is fill(x), for example a view or a list of tensors
-        names, is_new        names of keyword arguments (None: launch); for each result: is its slot new
+        names, is_new        names of keyword arguments (None: launch); per result, whether it gets a new slot
         """
         values = map_leaves(lambda x: self.part(recorder, x, names is not None), values)
         changing = [(i, x) for i, x in enumerate(values)
@@ -359,8 +359,8 @@ class Stage:
     def run(self, held):
         """Run the steps, return the results. held: list of the given tensors; run() appends the others."""
         device = held[0].device
-        if self.has_operations and torch.is_autocast_enabled(device.type):     # casts were recorded as steps
-            with torch.autocast(device.type, enabled=False):
+        if self.has_operations and torch.is_autocast_enabled(device.type):
+            with torch.autocast(device.type, enabled=False):      # the steps already include the casts
                 return self.run(held)
         for shape, stride, dtype in self.new:
             held.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
@@ -389,12 +389,12 @@ class Stage:
 def current_stream(index):
     """Return the current stream of GPU `index` as a number. Tests replace this function."""
     from triton.runtime import driver
-    torch.cuda.is_current_stream_capturing()                   # for a new thread: this sets its GPU context
+    torch.cuda.is_current_stream_capturing()     # only called to set the GPU context of a new thread
     return driver.active.get_current_stream(index)
 
 
 def workspaces(memories):
-    """Put memories that only kernels use into workspaces (for forward, backward, both); return these."""
+    """Put memories that only kernels use into workspaces, one per set of stages; return the workspaces."""
     found = {}
     for memory in memories:
         if memory.stages and not memory.is_tensor:
