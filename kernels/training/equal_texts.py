@@ -38,7 +38,7 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
             covered = None if len(rules) == 1 else (torch.zeros_like(row_ids[own]), other[:, column])
             part = similarity_lse(z1, keys, temperature, exclude=("diagonal", row_ids[own],
                                   column_ids[:, column]), within=covered, offset=offset, impl=impl)
-            part = part.clamp(min=torch.finfo(part.dtype).min)  # logaddexp(-inf, -inf) has NaN gradients
+            part = part.clamp(min=torch.finfo(part.dtype).min)  # no -inf: two of them give NaN gradients
             found = part if found is None else torch.logaddexp(found, part)
         return found
 
@@ -65,13 +65,13 @@ def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_i
 
 
 def exclusion_rules(anchor_ids, ids):
-    """Return rules [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))] that exclude texts for anchors.
+    """Return the rules of --ignore-equal: [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))].
 
     A rule excludes a text for an anchor if the row id of the anchor equals the column id of the text. `other`
     is 1 for texts that another rule covers. The owners of a text are the anchors for which it is excluded:
     the anchor with the same text, and all anchors with this text as a positive. Each set of owners has a
-    number: the row id of these anchors, and the column id of all texts with exactly these owners. In a rule,
-    an anchor has only one row id. Therefore, sets that share an anchor are in different rules.
+    number. It is the row id of these owners, and the column id of all texts with exactly these owners. In a
+    rule, an anchor has only one row id. Therefore, sets that share an anchor are in different rules.
     """
     anchors, keys = anchor_ids.tolist(), ids.tolist()
     owners = {anchor: {anchor} for anchor in anchors}

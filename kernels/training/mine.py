@@ -18,8 +18,8 @@ and positive. The cosine s of anchor and candidate must satisfy
 The remaining candidates are ranked by s, the highest first. --negatives N selects ranks 1 to N. --ranks FIRST
 LAST samples N of the ranks FIRST to LAST: FIRST > 1 skips the top ranks, which have the most false negatives.
 A row with fewer than N candidates is left out and counted. With the default r = 0.05, s is at most 95 % of p
-(TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831). With --precision bf16, s is computed
-from embeddings in float16 (error below 1e-3).
+(TopK-PercPos of NV-Retriever, Moreira et al. 2024, arXiv 2407.15831). With --precision bf16, the embeddings
+are rounded to float16, which changes s by less than 1e-3.
 """
 import csv
 import itertools
@@ -65,8 +65,8 @@ def make_parser():
         help="r: a negative's score is at most (1 - r) times that of the positive; with r below 0, negatives "
              "may score higher than the positive; default 0.05")
     add("--margin", type=at_least(-2), default=-2.0,
-        help="m: a negative's score is at most that of the positive minus m; default -2: no bound of this "
-             "kind")
+        help="m: a negative's score is at most that of the positive minus m; default -2, which excludes "
+             "nothing")
     add("--min-score", type=at_least(0), default=0.0, help="lowest score of a negative; default 0")
     add("--max-score", type=at_least(0), default=1.0, help="highest score of a negative; default 1")
     add("--seed", type=at_least(0, int), default=42, help="random seed for sampling from --ranks; default 42")
@@ -158,8 +158,8 @@ def mine(rows, q, k, args):
     rows     (R, columns) text ids: anchor, positive, hard negatives
     q, k     (A, D), (M, D) unit embeddings of the distinct anchors and positives, in the order of their ids
     args     has negatives (N), ranks, relative_margin, margin, min_score, max_score, seed, impl
-    memory   O(R·N) in addition to q and k. The search handles BLOCK rows at a time. For each row,
-             it stores LAST candidates (--ranks), plus at least one for each text excluded for the anchor
+    memory   O(R·N) in addition to q and k. The search handles BLOCK rows at a time. For each row, it
+             stores at least LAST candidates (--ranks), and further ones to replace excluded texts
     """
     first, last = args.ranks
     generator, found = torch.Generator().manual_seed(args.seed), []
@@ -190,9 +190,9 @@ def mine(rows, q, k, args):
 
 
 def search(q, k, min_found, bound, args):
-    """Find the n nearest rows of k for each row of q, with n ≥ min_found (R,) if k has as many rows. Return
-    (scores (R, n), row numbers in k (R, n)). If fewer than min_found scores of a row are at most its `bound`
-    (R,), search again for this row: now only among the rows of k with scores below the bound."""
+    """Find the n nearest rows of k for each row of q: n ≥ max(min_found), but at most len(k). Return (scores
+    (R, n), row numbers in k (R, n)). If fewer than min_found (R,) scores of a row are at most its `bound`
+    (R,), search again for this row, only among the rows of k with scores below the bound."""
     n = min(len(k), max(TOPK_SLOTS, min_found.max().item()))
     s, columns = similarity_topk(q, k, n, impl=args.impl)
     short = ((s <= bound[:, None]).sum(1) < min_found.clamp(max=len(k))) & (bound >= args.min_score)

@@ -27,7 +27,6 @@ from kernels.figures import new_figure, save_figure
 from .errors import command, fail
 
 # Axis labels of dev scores. For a run without --metric, plot the first of these scores that the run logged.
-# This score selects the best checkpoint, or is the main score of the paper.
 METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
                  "hits": "held-out hits, %", "accuracy": "dev accuracy, %", "f1": "dev F1 · 100",
                  "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100",

@@ -1,8 +1,8 @@
 """CLINE's triples: a text, a copy in which replaced words keep the meaning ("synonym"), and a copy in which
 replaced words change the meaning ("antonym").
 
-The labels of a copy are [(start, end, code)]. A label has the range of a word in the copy, in characters, and
-the code (CODES) of the kind of replacement that gave the word. Code 0: the word was not replaced.
+The labels of a copy are [(start, end, code)]. Each label describes the word copy[start:end]: the code stands
+for the kind of replacement that gave this word (see CODES), or is 0 if the word was not replaced.
 """
 import csv
 import difflib
@@ -22,15 +22,15 @@ from .cline_wordnet import WORD, WordNet, load_tagger, tag_words
 
 COLUMNS = "original", "synonym", "antonym", "synonym_words", "antonym_words"   # in a .csv of triples
 ROLES = {name: [normalise_name(name)] for name in COLUMNS} | {"original": ["original", "text", "sentence"]}
-# Kinds of replacement that make a copy. A random kind is tried first. If it replaces no word in the text, the
-# next kind is tried (released code).
+# Kinds of replacement that make a copy. One of them, drawn at random, is tried first. If it replaces no word
+# in the text, the next kind in the list is tried (released code).
 KINDS = {"synonym": ("hypernym", "synonym", "inflected"), "antonym": ("antonym", "random")}
 CODES = dict(inflected=1, synonym=2, hypernym=3, antonym=4, random=5)          # 0: not replaced
 
 
 def load_wordnet(path, args):
-    """Load the WordNet database of --wordnet. Raise UserError if --wordnet is missing (`path`, the file of
-    the texts, is for this message), or if --save-triples does not name a new .csv file."""
+    """Load the WordNet database of --wordnet. Raise UserError if the flag is missing, or if --save-triples
+    does not name a new .csv file. The message about --wordnet names `path`, the file of the texts."""
     if not args.wordnet:
         fail(f"{path}: one column of texts, expected --wordnet with the folder of a WordNet database, for "
              "example /usr/share/wordnet of Debian's package wordnet-base")
@@ -119,8 +119,8 @@ def format_labels(labels):
 
 
 def read_triple(cells, place):
-    """Make a triple (see make_triples) from the 3 or 5 cells of a row. If a row has 3 cells, the texts,
-    align_words finds the labels.
+    """Make a triple (see make_triples) from the 3 or 5 cells of a row. If a row has 3 cells, they are the
+    texts, and align_words finds the labels.
 
     place   where the row is, for error messages
     """

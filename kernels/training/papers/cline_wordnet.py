@@ -36,9 +36,9 @@ class WordNet:
     # "ses-s": if a word ends in "ses", its lemma may end in "s" instead (as in WordNet's morphy)
     ENDINGS = dict(noun="s- ses-s ves-f xes-x zes-z ches-ch shes-sh men-man ies-y",
                    verb="s- ies-y es-e es- ed-e ed- ing-e ing-", adj="er- est- er-e est-e", adv="")
-    # {part of speech: (pattern of lemmas, {ending: pattern of irregular forms})}. A lemma has regular forms
-    # if it has irregular forms or matches the pattern of lemmas ("news" and "beautiful" do not). An ending is
-    # not used if an irregular form matches the ending's pattern: "went" matches "[^s]$", so "goed" is wrong.
+    # {part of speech: (pattern, {ending: pattern})}. A lemma without irregular forms gets the endings only if
+    # it matches the first pattern ("news" and "beautiful" do not match). A lemma with irregular forms gets an
+    # ending only if none of them matches the ending's pattern: "went" matches "[^s]$", so there is no "goed".
     REGULAR_FORMS = dict(noun=("([^s]|[isu]s)$", {"s": ""}),
                    verb=("", {"es": "s$", "ing": "ing$", "ed": "[^s]$"}),
                    adj=("^[^aeiouy]*[aeiouy]+[^aeiouy]+e?$", {"er": "(?<!st)$", "est": "st$"}), adv=("", {}))

@@ -51,7 +51,7 @@ class LazyEmbedding(torch.nn.Module):
         """Return (vectors, m, v) of the rows after all steps so far, without changing the buffers."""
         vectors, m, v, last = (x[rows] for x in (self.vectors, self.m, self.v, self.last))
         idle, root = torch.where(last > 0, self.done - last, -1), v.sqrt()
-        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):              # step last + k of each row
+        for k in range(min(int(idle.max()) + 1, MAX_IDLE_STEPS)):  # each row makes its step number last + k
             at = (last + k - 1).clamp(0, self.done - 1)
             rate = torch.where(k <= idle, self.rates[at] * 0.9 ** k, 0)
             vectors -= rate[:, None] * m / (root * (self.scales[at] * 0.999 ** (k / 2))[:, None] + 1e-8)

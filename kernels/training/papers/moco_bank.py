@@ -21,7 +21,7 @@ def compute_bank_loss(model, views, rows, args):
     if dist.is_initialized():
         dist.broadcast(sampled, 0)
     q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
-    with loss_autocast(q, args):       # not moco_loss, whose check of the bank's norms waits for the GPU
+    with loss_autocast(q, args):       # not moco_loss: it checks the bank's norms, and so waits for the GPU
         mean = queue_loss(q, bank[own], bank[sampled], args.temperature, impl=args.impl)
     update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.momentum)
     loss = mean * (len(q) / len(rows))

@@ -52,8 +52,8 @@ def pool_layers(model, encoder, batch, layers, poolings):
 
 
 def score_layers(model, encoder, pairs, poolings):
-    """Return [[score of each pooling] of each layer]; layer 0 is the embedding layer. The score is 100 times
-    Spearman's ρ of the pairs' cosines and scores. Dropout and truncation to --max-length are off."""
+    """Return [[score of each pooling] of each layer]; layer 0 is the embedding layer. A score is 100 times
+    Spearman's ρ of the pairs' cosines and --dev scores. Dropout and truncation to --max-length are off."""
     texts = [pair[side] for side in (0, 1) for pair in pairs]
     distinct = sorted(set(texts), key=lambda text: (len(text), text))
     prompted = [model.default_prompt + x for x in distinct]

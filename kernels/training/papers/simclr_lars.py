@@ -53,5 +53,5 @@ class LARS(torch.optim.Optimizer):
                     is_scaled = (w_norm > 0) & (step_norm > 0)
                     step = step * torch.where(is_scaled, group["trust"] * w_norm / step_norm, 1.0)
                 v = self.state[w].setdefault("momentum", torch.zeros_like(w))
-                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])  # in torch's SGD, v has no factor lr
-                w.sub_(v)
+                v.mul_(group["momentum"]).add_(step, alpha=group["lr"])
+                w.sub_(v)                      # v already has the factor lr; torch's SGD multiplies here

@@ -13,14 +13,14 @@ from ..text.tokens import tokenise
 
 def read_documents(path, offset=0):
     """Yield each document from byte `offset` on: ([sentence, ...], offset of the byte after the document)."""
-    if Path(path).suffix.lower() == ".gz":     # --resume would have to unpack all that comes before `offset`
+    if Path(path).suffix.lower() == ".gz":     # refused: --resume would have to unpack all before `offset`
         fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
     sentences = []
     with open(path, "rb") as file:
         file.seek(offset)
         for line in file:
             offset += len(line)
-            try:                               # joined files may have a byte order mark in the middle
+            try:                       # in joined files, any line may begin with a byte order mark
                 sentence = line.decode().removeprefix("\ufeff").strip()
             except UnicodeDecodeError:
                 fail(f"{path}: not UTF-8 before byte {offset:,}; convert it, for example with iconv")
@@ -53,7 +53,7 @@ def next_documents(path, offset, count, model):
     """
     found, ends = zip(*itertools.islice(cycle_documents(path, offset), count))
     rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
-    ids = (row[1:-1] for row in rows)          # without [CLS] and [SEP]: at most 512 ids (released code)
+    ids = (row[1:-1] for row in rows)      # without [CLS] and [SEP], at most 512 ids are left (released code)
     documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
     documents = [document for document in documents if document]
     if len(documents) < 2:

@@ -19,7 +19,7 @@ POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-t
 POOLING_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
                  "pooling_mode_lasttoken": "lasttoken"}               # the names in older config.json files
 ACTIVATIONS = {kind: getattr(torch.nn, kind) for kind in ("Tanh", "Identity", "ReLU", "GELU")}
-AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0: word embeddings
+AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0 is the word embeddings
 
 
 @dataclass
@@ -74,7 +74,7 @@ def read_modules(name, modules):
         elif kind == "WeightedLayerPooling":
             saved.pooling = read_layer_pooling(name, path, settings)
         elif kind == "Pooling":
-            if saved.pooling not in AVERAGED_LAYERS:           # averaged layers use mean pooling
+            if saved.pooling not in AVERAGED_LAYERS:        # avg_top2 and avg_first_last include mean pooling
                 saved.pooling = read_pooling(path, settings)
         elif kind == "Dense":
             layers += read_dense(name, path, settings)
@@ -243,7 +243,7 @@ def load_hint(model, run):
 def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
     """On rank 0, write a model, its tokenizer and a model card into --out, in transformers' format.
 
-    kind, text, load_code   arguments of write_card, which calls the text `description`
+    kind, text, load_code   passed to write_card as kind, description and load_code
     more                    tensors to write into further files: {file name: {name: tensor}}
     """
     if run.rank:

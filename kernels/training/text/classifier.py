@@ -31,8 +31,8 @@ def classifier_flags(parser):
     """Add the flags that all scripts for classifiers have."""
     add = parser.add_argument
     add("--text-columns", group="data", nargs="+",
-        help="one or two columns of text; default sentence, sentence1 and sentence2, else all but the label")
-    add("--label-column", group="data", help="column of labels; default label or score, else the last one")
+        help="1 or 2 text columns; default: sentence, or sentence1 and sentence2, or else all but the label")
+    add("--label-column", group="data", help="column of labels; default: label or score, or else the last")
     add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
     add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
         help="dev score to print at the end; f1 is the F1 score of label 1 if labels are 0 and 1, else "
@@ -247,7 +247,7 @@ def metric_name(metric, labels=()):
 def evaluate_and_save(model, rows, args, run):
     """Score the model on the rows of --dev, if given. Save the model, and replace the one saved before."""
     scores = evaluate(model, rows, args) if rows else {}
-    run.should_save(scores)                                    # only to record the scores
+    run.should_save(scores)                                    # only records the scores: every model is saved
     if scores:
         log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
     if run.rank == 0:

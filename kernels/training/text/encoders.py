@@ -43,7 +43,7 @@ class SentenceEncoder(torch.nn.Module):
         super().__init__()
         self.has_pooler = hasattr(encoder, "pooler")           # if true, save() can write a head as pooler
         self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
-        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # in a tuple, parameters() omits it
+        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # the tuple hides it from parameters()
         if getattr(encoder, "pooler", None) is not None:
             encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
         self.tokenizer, self.pooling = tokenizer, pooling
@@ -135,7 +135,7 @@ class SentenceEncoder(torch.nn.Module):
         """Load the weights of the checkpoint saved in `folder` into this model."""
         loaded = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
         loaded.pooler = getattr(self.encoder, "pooler", None)
-        # loaded by from_pretrained: in the files of some models, such as GTE, the weights have other names
+        # from_pretrained renames weights: in the files of some models, such as GTE, they have other names
         self.encoder.load_state_dict(loaded.state_dict())
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
@@ -154,7 +154,7 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     flag            name of the flag that selects the model, for messages
     texts           texts for the vocabulary of --model scratch; None: the texts of --data
     returns         a SentenceEncoder with four more attributes. lm: the model around the encoder, or None.
-                    pooler: a tuple of one item, the pretrained pooler as a head or None. head_origin: "new",
+                    pooler: (head,), where the head is the pretrained pooler, or (None,). head_origin: "new",
                     "saved", "pooler" or None (no head). saved_settings: SavedSettings or None
     """
     name, source, evaluating = args.model, f"{flag} {args.model}", getattr(args, "evaluate", False)
@@ -163,7 +163,7 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     if texts is None and not evaluating:
         texts = iter_texts(args.data)
     loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
-    if not local and name != "scratch":        # after load_text_model: that fails if the name is unknown
+    if not local and name != "scratch":        # only now: load_text_model has reported an unknown name
         saved = read_saved_settings(name, flag)
     with loading(source):
         return make_encoder(loaded, tokenizer, saved, args, run, source, (pooling, head, columns))
@@ -266,7 +266,7 @@ def set_dropout(encoder, p, name):
     """Set the dropout probabilities of all modules to p. The config, which is saved, is not changed. If p > 0
     and the encoder has no dropout, raise UserError with the model's `name`."""
     for part in list(encoder.modules()):
-        for child_name, child in list(part.named_children()):  # ModernBERT: Identity if its dropout is 0
+        for child_name, child in list(part.named_children()):  # ModernBERT has Identity for Dropout(0.0)
             if "drop" in child_name and type(child) is torch.nn.Identity:
                 setattr(part, child_name, torch.nn.Dropout(0.0))
     attributes = dropout_attributes(encoder)

@@ -43,7 +43,7 @@ class Evaluator:
     def evaluate_and_save(self, model, run):
         """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:        # 0: all embeddings are equal
+        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:    # 0 if all embeddings are equal
             self.collapsed = True                              # print this note only once
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")

@@ -48,7 +48,7 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
     if not len(hidden):
         return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
     weight = decoder.weight
-    if decoder.bias is not None:               # append bias and 15 zeros: H + 16 features keep rows aligned
+    if decoder.bias is not None:               # the bias is one more feature; 15 zeros align rows in memory
         hidden = torch.cat([hidden, F.pad(torch.ones_like(hidden[:, :1]), (0, 15))], 1)
         weight = torch.cat([weight, F.pad(decoder.bias[:, None], (0, 15))], 1)
     return linear_cross_entropy(hidden, weight, targets, impl=impl)

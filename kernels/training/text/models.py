@@ -23,7 +23,7 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subf
     """
     source = f"{flag} {name}"
     if name == "scratch" and texts is None:
-        fail(f"{source}: a new model is untrained; name a folder or a model of the hub")
+        fail(f"{source}: this makes an untrained model; name a folder or a model of the hub")
     if name == "scratch":
         tokenizer = scratch_tokenizer(texts)
         shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
@@ -78,7 +78,7 @@ def scratch_tokenizer(texts):
 
 def longest_input(model, tokenizer):
     """Return the largest number of tokens that an encoder reads."""
-    # RoBERTa-like models use only position embeddings after padding_idx.
+    # Models like RoBERTa never use the position embeddings up to padding_idx, and so read fewer tokens.
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1
     positions = getattr(model.config, "max_position_embeddings", -1)   # -1: no limit, as for XLNet and T5

@@ -15,7 +15,7 @@ NAMES = "sentence1", "sentence2", "score"
 
 
 def load_sts(path, columns=None):
-    """Read [(sentence1, sentence2, score)] from a file. Subsets are not separated (STS setting "all").
+    """Read [(sentence1, sentence2, score)] from a file. All its subsets form one list (STS setting "all").
 
     columns   names or numbers of the three columns (--dev-columns); None: find the columns by the header.
               A file without a header must have three columns, with the score first or last
