@@ -23,12 +23,12 @@ have the same ids and the same relation. In evaluation, they have the same ids, 
 
 Expected: the scores on --dev rise. Evaluation ranks all (bag, relation) pairs by probability. In percent:
 auc is the area under the precision-recall curve, f1 the best F1, p@100 the precision of the first 100 pairs.
-Published: auc 50.8 on NYT10-D; the released code has this number in the label of a curve.
+Published: auc 50.8 on NYT10-D. Our source is the label of a curve that the released code plots.
 
 Where the paper is silent, both forms follow the released code (antct/cil). --form code also follows it here:
-    L_C       negatives of the k-th sentence i of a bag: s(B_b(i), x_j), x_j the k-th sentence of another bag
+    L_C       s(B_b(i), x_j) replaces s(x_i, B_b); x_i and x_j have the same place in their bags b(i) and b
     copies    edits only replace words (paper: also insert words), and drop punctuation and one-letter words
-    MLM       may mask entities, but no start marks (released code: nor tokens at their place in other rows)
+    MLM       may mask entities, not start marks (released code: nor tokens at these positions in other rows)
     p@N       the precision of the first N + 1 pairs
 Departures from the released code, in both forms:
 - Negatives are the bags of all GPUs, not of one GPU.
@@ -79,7 +79,7 @@ def make_parser():
         eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--contrastive-weight", type=at_least(0), default=10.0,
-        help="weight of the contrastive loss; 0: off; default 10 (released code), reached gradually")
+        help="weight of the contrastive loss; 0: off; default 10 (released code), to which it rises from 0")
     add("--mlm-weight", type=at_least(0), default=0.1,
         help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
     add("--bag-size", type=at_least(1, int), default=3,
@@ -97,7 +97,7 @@ SCRATCH = dict(batch_size=16, epochs=40, lr=5e-4, warmup_steps=40, eval_every=20
 
 
 def load_data(path, args):
-    """Return the result of cil_bags.load_sentences for --data. Fill in the defaults of flags."""
+    """Return the result of cil_bags.load_sentences for --data. Set the defaults of flags not given."""
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     rows, names = cil_bags.load_sentences(path)
     log("cil", f"{args.form}: {len(rows):,} sentences, {len(names) - 1} relations besides NA, from {path}")
@@ -194,18 +194,18 @@ def attend(scores, bag_of, count):
 
 
 def bag_scores(x, bag_of, weight, bias):
-    """Return (B, R) scores. Score (b, r) is the probability of relation r for bag b with query weight[r].
+    """Return (B, R) scores. Score (b, r) is the probability of relation r if weight[r] is the query of bag b.
 
     x, bag_of      (N, D) sentence vectors, and the bag of each, (N,) integers, 0 to B − 1; no bag is empty
     weight, bias   (R, D) and (R,) parameters of the classifier
     """
-    products, count = x @ weight.T, int(bag_of.max()) + 1      # scores W x_i first: no (B, R, D) tensor
+    products, count = x @ weight.T, int(bag_of.max()) + 1      # multiply first: saves a (B, R, D) tensor
     logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
     return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
 
 
 def encode(model, batch):
-    """Return (rows, 2H) sentence vectors W [h_head; h_tail] + b; h is the last state at a start mark."""
+    """Return (rows, 2H) sentence vectors: the last states at both start marks, concatenated, then layer W."""
     def embed(group):
         _, ids, mask = group
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):

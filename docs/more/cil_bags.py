@@ -58,7 +58,7 @@ def add_marks(model):
 
 
 def marked_text(row, editor=None, rng=None):
-    """Return a line's text with marks around both entities. Words in both of them appear twice.
+    """Return a line's text with marks around both entities. If entities overlap, shared words appear twice.
     editor: None, or a WordEditor that edits the text outside the entities, with random numbers from `rng`."""
     text, places = row["text"], sorted((*row[entity]["pos"], *marks) for entity, marks in MARKS.items())
     (start, end, *first), (start2, end2, *second) = places
@@ -101,7 +101,7 @@ class WordEditor:
         values = [self.idf(word) / len(words) for word in words]
         most = max(values)
         gaps = [most - value for value in values]
-        # draw words without replacement, weighted by gap; draw words with gap 0 only after all others
+        # draw words without replacement. Weight: the gap to the largest TF-IDF; words with gap 0 come last
         keys = [(1, math.log(1 - rng.random()) / gap) if gap > 0 else (0, rng.random()) for gap in gaps]
         chosen = sorted(range(len(words)), key=keys.__getitem__)[len(words) - count :]
         for i, new in zip(chosen, rng.choices(self.vocabulary, cum_weights=self.cumulative, k=count)):
@@ -116,7 +116,7 @@ class WordEditor:
 def tokenise_sentences(rows, model, args, editor=None):
     """Tokenise lines. Leave out a line if truncation cuts off a start mark. Return (lines, tokens).
 
-    editor    a WordEditor, or None. The edited copies depend only on --seed and on the lines' numbers
+    editor    a WordEditor, or None. Its random numbers depend only on --seed and on the line number
     tokens    a tuple for each line: (token ids,), with an editor (token ids, token ids of an edited copy)
     """
     limit, starts = min(args.max_length, model.max_length), model.marks[::2].cpu().numpy()
@@ -150,7 +150,7 @@ def load_bags(path, model, args):
 
     returns   (token ids of all sentences, [indices of sentences] of each bag, facts, total)
     facts     (B, R) bool: whether the file says that the pair of bag b has relation r of the model
-    total     number of facts in the file, also facts without a bag or with a relation that the model lacks
+    total     number of facts in the file, including those without a bag or with a relation new to the model
     """
     rows, _ = load_sentences(path)
     number_of = model.encoder.config.label2id
@@ -172,7 +172,7 @@ def load_bags(path, model, args):
 def precision_recall(scores, facts, total, form="paper"):
     """Rank all (bag, relation) pairs except those with NA, and compare them with the known facts.
 
-    scores    (B, R) result of bag_scores; relation 0 is NA. Ties keep the order of the rows
+    scores    (B, R) result of bag_scores; relation 0 is NA. Pairs with equal scores keep their order
     facts     (B, R) bool: the known relations of each bag
     total     number of facts in the file, including facts without a bag; see load_bags
     form      "paper" | "code"; with "code", p@N is the precision of the first N + 1 pairs

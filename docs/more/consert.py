@@ -20,15 +20,15 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s
     crop, delete         remove a fraction of the words, at least one: crop at the ends, delete anywhere
     synonym              replaces a fraction of the words, at least one, by WordNet synonyms (--wordnet)
 The cutoffs and embedding_dropout change the input of the encoder's first layer, and do not rescale the rest.
---adversarial needs anchors and positives. It adds noise to this input of anchors, along the loss's gradient.
+--adversarial needs positives. It adds noise to the same input, of anchors only, along the loss's gradient.
 
-Data: a .txt file with one sentence per line, or a table with a column of sentences, or with one of anchors
-and one of positives. --dev, --test: columns sentence1, sentence2, score, or those of --dev-columns.
+Data: a .txt file with one sentence per line, or a table with one column (sentences) or two (anchors
+and positives). --dev, --test: columns sentence1, sentence2, score, or those of --dev-columns.
 
 Published result of BERT-base: 72.74 after and 53.86 before training (mean Spearman × 100 of seven STS test
-sets; use --evaluate --pooling avg_top2). The second command repeats this training if sts.txt contains the
-sentences of the seven test sets, without labels. --recipe simcse uses the loss and optimizer of SimCSE; the
-SimCSE paper compares the views crop, delete and synonym.
+sets; use --evaluate --pooling avg_top2). The second command above repeats this training if sts.txt contains
+the sentences of the seven test sets, without labels. --recipe simcse uses the loss and optimizer of SimCSE;
+the SimCSE paper compares the views crop, delete and synonym.
 
 Departures from the released code: the loss is the paper's mean over all anchors, not 0.15 times (mean over
 first views + mean over second views). Only the released code stops after ten evaluations without progress.
@@ -110,7 +110,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Read --data into a Table with one or two columns. Fill in the defaults of flags, check --views."""
+    """Read --data into a Table of one or two columns. Set the defaults of flags not given. Check --views."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     columns = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -133,7 +133,7 @@ def load_data(path, args):
 
 def build_model(args, run):
     """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial change."""
-    head = "train-only" if args.loss == "infonce" else None               # head of cls pooling
+    head = "train-only" if args.loss == "infonce" else None               # default of --head for cls pooling
     model = build_encoder(args, run, "avg", head)
     set_dropout(model.encoder, args.dropout, args.model)
     if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
@@ -259,7 +259,7 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
     if shuffled.any():
         order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
         order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
-        noise = None if noise is None else reorder(noise, order)               # a token's noise moves along
+        noise = None if noise is None else reorder(noise, order)               # noise follows its token
 
         def shuffle(_, __, words):
             return reorder(words, order)

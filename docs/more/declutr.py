@@ -17,12 +17,12 @@ Data: a .txt file has one document per line; other files have a column of docume
 2 · A · --max-length tokens are skipped. --dev, --test: columns sentence1, sentence2, score (--dev-columns).
 
 Published result of DistilRoBERTa: 77.50 after and 72.58 before training (mean of SentEval's downstream tasks
-without SNLI; --transfer evaluates such tasks). The first command repeats this training if documents.jsonl
-contains the documents of OpenWebText with at least 2,048 tokens.
+without SNLI; --transfer evaluates such tasks). The first command above repeats this training if
+documents.jsonl contains the documents of OpenWebText with at least 2,048 tokens.
 
 Both forms sample spans as the released code does: a document is divided into cells of --max-length tokens,
 and each anchor lies within one cell. --form code also follows the released code here:
-    MLM    z_i of an anchor is made from masked text; the MLM decoder shares the encoder's word embeddings
+    MLM    anchor embeddings come from masked text; the MLM decoder shares the encoder's word embeddings
 Departures from the released code:
 - The released code divides contrastive gradients by the number of GPUs; this script does not.
 - The released code drops the last batch of an epoch if the batch is not full; this script uses the batch.
@@ -87,7 +87,7 @@ MIN_SPAN = 32                                                  # least number of
 
 
 def load_data(path, args):
-    """Read --data into a Table with one document per row, and fill in the defaults of flags."""
+    """Read --data into a Table with one document per row, and set the defaults of flags not given."""
     _, table = read_table(path, empty_cell, columns=args.columns)
     if len(next(iter(table))[1]) > 1:
         fail(f"{path}: several columns, expected one of documents; choose it by --columns")
@@ -107,7 +107,7 @@ def build_model(args, run):
 
 def special_tokens(tokenizer):
     """Return (number of special tokens before a text, number of special tokens after a text)."""
-    tokenizer.backend_tokenizer.no_padding()                   # saved tokenizers may pad
+    tokenizer.backend_tokenizer.no_padding()                   # else a saved setting may add padding tokens
     special = tokenizer.backend_tokenizer.encode("a").special_tokens_mask
     return special.index(0), special[::-1].index(0)
 
@@ -130,7 +130,7 @@ def long_documents(table, model, args):
 def make_batch(tokens, picked, model, args):
     """Return (batch of anchors, batch of positives) of the documents whose numbers are in `picked`. Anchors
     are in document order. Positives: the first of each anchor, then the second of each, and so on."""
-    rng = random.Random(int(torch.randint(2**62, ())))         # seed from PyTorch, for --resume
+    rng = random.Random(int(torch.randint(2**62, ())))         # --resume restores PyTorch's random state
     anchors, *positives = sample_spans([tokens[i][0] for i in picked], model, args, rng)
     return model.batch(anchors), model.batch(*positives)
 
@@ -157,7 +157,7 @@ def sample_spans(documents, model, args, rng):
                 least, most = max(0, start - more), min(start + length, len(ids) - more)
                 spans.append((rng.randint(least, most), more))
             for view, (at, length) in zip(views, spans):
-                room = size - n_start - n_end                  # for tokens of the span
+                room = size - n_start - n_end                  # most tokens of a span, besides special ones
                 view.append(np.concatenate([start_ids, ids[at : at + length][:room], end_ids]))
     return views
 
@@ -187,7 +187,7 @@ def masked_embeddings(model, batch, impl="auto"):
     """Mask tokens of a batch and embed it. Return (embeddings (n, H), this rank's part of the mean cross
     entropy of the masked tokens). One forward pass computes both, as in the released code."""
     def embed_group(group):
-        """Return (n, H + 2): embeddings, and two columns with loss sum and token count in row 0."""
+        """Return (n, H + 2): embeddings, and two columns: loss sum and token count in row 0, then zeros."""
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 
@@ -209,7 +209,7 @@ def compute_loss(model, batch, rows, args):
             mlm = masked_lm_loss(model, anchors, args.impl)
     z2 = torch.stack(model(positives).chunk(args.spans[1])).mean(0)
     gathered = None
-    if len(z1) < rows * count:                                 # several ranks: gather whole documents
+    if len(z1) < rows * count:                                 # several ranks: gather a row per document
         gathered = [gather_keys(z.unflatten(0, (-1, count)), rows, args).flatten(0, 1) for z in (z1, z2)]
     with loss_autocast(z1, args):
         loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start * count,

@@ -78,7 +78,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Return the rows [(texts, label)] of a file (classifier.load_rows). Fill in the defaults of flags."""
+    """Return a file's rows [(texts, label)] (classifier.load_rows). Set the defaults of flags not given."""
     fill_defaults(args, dict(epochs=12, lr=2e-3) if args.model == "scratch" else dict(epochs=3, lr=4e-5))
     rows = classifier.load_rows(path, args)
     if args.task == "regression" and (args.supcon_weight or args.ood_epochs or args.ood or args.contrast_set):
@@ -88,7 +88,7 @@ def load_data(path, args):
 
 
 def load_test_sets(args):
-    """Return {"unseen": rows of --ood, "original" and "edited": rows of --contrast-set}; [] without flag."""
+    """Return {"unseen": --ood, "original" and "edited": --contrast-set} as rows; [] for a missing flag."""
     found = dict(unseen=load_unseen(args) if args.ood else [], original=[], edited=[])
     if args.contrast_set:
         found["original"], found["edited"] = (load_data(path, args) for path in args.contrast_set)
@@ -130,7 +130,7 @@ def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
 
     z         (N, V, D) features, V views of N texts; this function normalises them
     labels    (N,) integers
-    gathered  (z, labels) of all ranks, z with gradient; None on one rank
+    gathered  on several ranks: the pair (z, labels) of all ranks, both from gather_rows; on one rank None
     offset    index of this rank's first row in `gathered`
     source    Gunel et al. 2021, eq. 3, where SCL is a sum over views, so that λ weighs more in larger batches
     """
@@ -138,7 +138,7 @@ def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
     loss = sup_con_loss(z, labels, temperature, gathered=gathered, offset=offset, normalize=True)
     all_labels = labels if gathered is None else gathered[1]
     _, group, sizes = all_labels.unique(return_inverse=True, return_counts=True)
-    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # views with a positive
+    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # fraction with a positive
     return loss / share.clamp(min=1 / len(all_labels))
 
 
@@ -152,7 +152,7 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
                  "code": the mean over i of −1/|C_i| Σ_{j in C_i} log(a_ij / Σ_l a_il), plus the same with
                  z and z' swapped. a_ij = [j ≠ i] e^{z_i·z_j/τ} + e^{z_i·z'_j/τ}; [j ≠ i] is 0 for j = i,
                  else 1; C_i are the texts with the label of text i
-    gathered     (pairs (z_i, z'_i) as (M, 2, D), labels) of all ranks, with gradient; None on one rank
+    gathered     (pairs (z_i, z'_i) as (M, 2, D), labels) of all ranks, from gather_rows; None on one rank
     offset       index of this rank's first row in `gathered`
     source       Zeng et al. 2021
     """
@@ -183,7 +183,7 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
 def adversarial_noise(gradient, mask, size):
     """Return noise (n, L, H), float32 or float64: for each token, a step of length `size` along its gradient.
 
-    gradient   (n, L, H) gradient of a loss for the word embeddings, any float type; no step where it is 0
+    gradient   (n, L, H) gradient of a loss at the word embeddings, any float type; no step where it is 0
     mask       (n, L) integers, 0 for padding, which gets no step
     source     Zeng et al. 2021; the released code uses size 0.1
     """
@@ -204,7 +204,7 @@ def adversarial_views(model, inputs, labels, size):
     hook = layer.register_forward_hook(lambda layer, ids, x: words.append(x))
     logits, z = classify_with_features(model, inputs)
     hook.remove()
-    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5: two calls; XLNet: (length, batch)
+    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5: two calls; XLNet: length before batch
         fail(f"{type(model).__name__} does not embed the words of a batch in one call, one text per row; "
              "--ood-epochs needs a model like BERT", every_rank=True)
     task = F.cross_entropy(logits, labels, reduction="sum")
@@ -249,7 +249,7 @@ def compute_ood_loss(model, batch, rows, args):
     logits, z, z_adv = adversarial_views(model, inputs, labels, args.adversarial)
     loss = ood_contrastive_loss(z, z_adv, labels, args.temperature or 0.1, args.form,
                                 **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
-    # 0 · logits: gives the last layer a gradient of 0, as all_reduce_gradients does on several ranks
+    # 0 · logits: the last layer's gradient is 0, not None, so AdamW steps as on several ranks
     loss = (loss + 0 * logits.sum()) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
 
@@ -315,7 +315,7 @@ def main(argv=None):
             optimizer.step()
         else:
             run.extra_state["skipped"] += 1
-            values = logged                                    # log the previous step's values
+            values = logged                                    # the loss may be NaN: log the previous values
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
         if step == total:
             values = values | score_test_sets(model, data, args)

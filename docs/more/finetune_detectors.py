@@ -38,14 +38,14 @@ def load_unseen(args):
     """Read --ood into [(texts, 0)], where 0 replaces a label. The columns are the text columns of --data.
     Fail if scikit-learn, which local_outlier_factor needs, is not installed."""
     if not args.data or not args.dev:
-        fail(f"--ood {args.ood}: requires training texts in --data, and texts of the same classes in --dev")
+        fail(f"--ood {args.ood}: requires --data (training texts) and --dev (other texts of these classes)")
     try:
         import sklearn.neighbors  # noqa: F401
     except ImportError:
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
     header, table, named = read_table_with_names(args.ood, args.text_columns)
     names, expected = ([*map(normalise_name, columns)] for columns in (header, args.text_columns))
-    if not named and len(names) == len(expected):              # no header: all are texts
+    if not named and len(names) == len(expected):              # no header: all columns are texts
         names = expected
     if not set(expected) <= set(names):
         fail(f"{args.ood}: columns {join_names(header)}; expected the text columns of {args.data}: "

@@ -12,17 +12,17 @@ c_1 ... c_C are those of the candidates in this order. With s(x) = cos(z, x) and
     python docs/more/simcls.py --data train.tsv --dev val.tsv --form code --candidate-length 80 --out out/xsum
     python docs/more/simcls.py --evaluate --model out/simcls --dev test.tsv
 
-Data: columns for text, reference and each candidate, from best to worst. --columns names the columns; else a
-header does (text reference candidate_1 candidate_2 ...), or else their order. A JSON row may have a list of
-candidates. --dev has the same columns, and may end with a column `scores`: one number for each candidate,
-such as ROUGE, separated by spaces. The script keeps the checkpoint with the highest mean score of the chosen
-candidates. Without scores, it keeps the checkpoint that chooses the first candidate most often.
+Data: columns for text, reference and each candidate, from best to worst. The script finds them by --columns,
+else by names in the header (text reference candidate_1 candidate_2 ...), else by their order. A JSON row may
+have a list of candidates. --dev has the same columns, and may end with a column `scores`: one number for each
+candidate, such as ROUGE, separated by spaces. The script keeps the checkpoint with the highest mean score of
+the chosen candidates. Without scores, it keeps the checkpoint that chooses the first candidate most often.
 
 Published ROUGE-1, ROUGE-2, ROUGE-L of the chosen summaries, with 16 candidates per text: 46.67, 22.15, 43.54
 on CNN/DailyMail (first command); 47.61, 24.57, 39.44 on XSum (second command). The script computes no ROUGE.
 
 --form code follows the released code in this point:
-    L    the first sum is a mean; the second adds up, for each distance j − i, the mean over its pairs (i, j)
+    L    mean instead of the first sum; in the second, mean over pairs with equal j − i, then sum over j − i
 """
 import os
 import re
@@ -66,7 +66,7 @@ def make_parser():
                   "min(t^-½, t · 10,000^-1½)"))
     parser.add_shared_flags("--chunk-size", "--chunk-tokens")
     add("--candidate-length", type=at_least(3, int), default=120,
-        help="truncate candidates to this many tokens in training; default 120 (released code, 80 for XSum)")
+        help="truncate training candidates to this many tokens; default 120 (released code; use 80 for XSum)")
     add("--margin", type=at_least(0), default=0.01,
         help="λ, margin between consecutive candidates; default 0.01 (paper)")
     return parser
@@ -86,7 +86,7 @@ SCORES = {"scores": "scores rouge rouges candidatescores".split()}             #
 
 
 def load_data(path, args):
-    """Read --data into a Table. Set args.count, the number of columns, and the defaults of flags."""
+    """Read --data into a Table. Set args.count (number of columns) and the defaults of flags not given."""
     header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
     args.count = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -122,7 +122,7 @@ def build_model(args, run):
 
 
 def make_batch(tokens, picked, model, args):
-    """Return the batch of the rows whose numbers are in `picked`. Cut candidates keep their last token."""
+    """Return the batch of the rows whose numbers are in `picked`. Truncation keeps candidates' last token."""
     most = args.candidate_length
 
     def cut(ids):
@@ -224,7 +224,7 @@ def main(argv=None):
         loss, values = compute_loss(model, batch, len(picked), args)
         optimizer.zero_grad()
         loss.backward()
-        all_reduce_gradients(model)                            # released code: no clipping
+        all_reduce_gradients(model)                            # no gradient clipping, as in released code
         optimizer.step()
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
