@@ -67,7 +67,7 @@ def make_inputs(loss, size, dtype, device, trained):
 
     q = F.normalize(torch.randn(n, d, **seeded(0)), dim=1)
     k = F.normalize(torch.randn(m + n if loss == "queue_loss" else m, d, **seeded(1)), dim=1)
-    if trained:  # with this cosine, lse of M random logits = logit of the positive + log 5e-3
+    if trained:  # this cosine makes lse of M random logits − logit of the positive = log 5e-3: loss ≈ 5e-3
         cosine = TAU * (math.log(m) + 1 / (2 * d * TAU ** 2) - math.log(5e-3))
         noise = k[-n:] - (k[-n:] * q).sum(1, keepdim=True) * q
         k[-n:] = cosine * q + (1 - cosine ** 2) ** 0.5 * F.normalize(noise, dim=1)
@@ -206,13 +206,13 @@ def time_ms(step, device, repeat):
 
 
 def peak_memory_bytes(device, reset=False):
-    """Return the peak memory in bytes since the last reset: of the GPU, or on a CPU of this process."""
+    """Return this process's peak memory in bytes since the last reset: on the GPU or, without one, in RAM."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back: reusing it would not raise the peak
+        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back to the OS: its reuse would not be measured
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
@@ -238,7 +238,7 @@ def run_impl(impl, cases, device, repeat, limit, report):
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=measure_cases, args=(sender, impl, cases, device, repeat))
     process.start()
-    sender.close()  # the new process is then the only sender: the pipe ends with it
+    sender.close()  # only the new process can send then, so the pipe closes when that process ends
     try:
         results = received_results(process, receiver, limit)
         for case in cases:
@@ -310,7 +310,7 @@ def describe_environment(device):
 
 
 def rename(rows):
-    """Return results with readable names: "compiled", and "ours" for the first of OURS that has results."""
+    """Rename "compile" to "compiled" and the first of OURS with results to "ours"; drop the rest of OURS."""
     ours = next((impl for impl in OURS if any(row["impl"] == impl and "ms" in row for row in rows)), None)
     names = {"eager": "eager", "compile": "compiled", ours: "ours"} | dict(zip(PEERS, PEERS))
     return [row | {"impl": names[row["impl"]]} for row in rows if row["impl"] in names]
@@ -416,7 +416,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, run_impl then ends its process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: run_impl kills its new process
     try:
         main()
     except KeyboardInterrupt:

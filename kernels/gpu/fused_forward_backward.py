@@ -87,7 +87,7 @@ def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_tempe
     """
     check_device(q)
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # cuBLAS reads views without padding
+    q, k = (x[:, :d] for x in aligned[:2])                         # views without the padding, for cuBLAS
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     loss, side, shift, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
     unit = 1 / q.shape[0] if weights is None else 1.0
@@ -120,7 +120,7 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
         count = min(height, n - i)
         at = slice(i, i + count)
         w, x, side_at = strip[:count, :m], q[at], side[..., at]
-        for maxima in (True,) if shift is None else (False, True):    # of two launches, one does nothing
+        for maxima in (True,) if shift is None else (False, True):    # with two launches, only one does work
             all_tiles = cdiv(count, config["BLOCK_N"]) * tiles
             sums_kernel[persistent_grid(all_tiles, q, config["num_warps"])](
                 table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,

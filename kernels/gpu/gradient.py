@@ -49,6 +49,6 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_facto
     needs = needs_q or needs_temperature, needs_k, needs_temperature
     dq, dk, dot = path.gradients(q, k, temperature, mask, as_side(rows), as_side(columns), common_m,
                                  GradientScaling(grad, loss_factor, positives, dtype), needs, self_similarity)
-    if needs_temperature:      # with self-similarity, ⟨z, dz⟩ contains every dot product twice
+    if needs_temperature:      # with self-similarity, ⟨z, dz⟩ contains every dot product twice: halve it
         return dq, dk, dot.sum() * (-0.5 if self_similarity else -1.0) / temperature
     return dq, dk, q.new_empty(0, dtype=torch.float32)

@@ -65,7 +65,7 @@ def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x
                    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write the weights, times WEIGHT_SCALE, to W for the block that starts at tile (first_x, first_y).
 
-    COMMON_M  m of all rows and columns, or ∞ if they differ (shift.py); None: the forward pass used no shift
+    COMMON_M  m of every row and column; ∞ if some have another m (shift.py); None: no shift was used
     TRIANGLE  True: the block lies on the diagonal of a self-similarity (tiles.tile_at). Each tile is stored
               twice: at its place, and transposed at the mirrored place
     """
@@ -102,7 +102,7 @@ def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N,
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
     """Return (dq, dk, partial sums of ⟨q, dq⟩), as `needs` selects. See also gradient.gradients."""
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # cuBLAS reads views without padding
+    q, k = (x[:, :d] for x in aligned[:2])                         # views without the padding, for cuBLAS
     sums = gradient_sums(q, k, *needs)
     config = tile_config(q, aligned[2])
     two_sided = rows.factor is not None and columns.factor is not None
@@ -110,7 +110,7 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
         config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 would spill registers
     operands, rest = kernel_args(*aligned, temperature, config)
     if two_sided and operands[-1].q_stride is not None:
-        rest |= dict(num_warps=8)                                  # pointers take more than descriptors
+        rest |= dict(num_warps=8)                              # pointers take more registers than descriptors
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         triangle = self_similarity and first_x == first_y
@@ -175,7 +175,7 @@ def finish_side(sums, x, y, mask, exclude, x_side, y_side, scaling, needs_dot=Fa
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
     grid = cdiv(x.shape[0], 32), cdiv(x.shape[1], 128)
     dot = torch.empty(grid[1], x.shape[0], dtype=torch.float32, device=x.device) if needs_dot else None
-    if exclude == "target" and mask.row_ids is None:              # then x is k; rows of q may share a target
+    if exclude == "target" and mask.row_ids is None:  # then x is k, and many rows of q may share a key
         if scaling.positives:
             subtract_targets(sums, y, mask.column_ids, y_side.dloss_dlse)
         scaling = scaling._replace(positives=False)

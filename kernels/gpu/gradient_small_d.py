@@ -44,7 +44,7 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # per logit: 2 if common_m is ∞
+    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # per logit: 2 if common_m is ∞, else 1
         end = tl.where((common_m < float("inf")) == (exponentials == 1), stop, start)
         for column in range(start, end, BLOCK_M):
             columns = column + tl.arange(0, BLOCK_M)

@@ -51,7 +51,7 @@ class GradientScaling(NamedTuple):
 
 
 class FinishArgs(NamedTuple):
-    """Kernel arguments of tiles.finish_gradient for the gradient of x. x, positive_rows: without padding."""
+    """Kernel arguments of tiles.finish_gradient for the gradient of x. x and positive_rows are not padded."""
     grad: Any
     x: Any
     positive_rows: Any       # y, which contains the positives of x; None: do not subtract their terms
@@ -94,7 +94,7 @@ def tile_config(x, mask):
     ids, half = None if mask.exclude == "target" else mask.row_ids, x.dtype != torch.float32
     kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     return dict(BLOCK_N=128,
-                BLOCK_M=(128, 64, 64, 32)[kinds],                  # ids, groups, features need registers too
+                BLOCK_M=(128, 64, 64, 32)[kinds],                  # registers also hold ids, groups, features
                 BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
                 # with 4 warps and 255 registers per thread, an SM of an H100 runs two programs at a time
                 num_warps=4 if half and capability(x) == 9 else 8,
@@ -151,7 +151,7 @@ def transposed_mask(kernel_mask):
 
 
 def is_host_scalar(scalar, x):
-    """Return whether a 0-dim temperature or bias is on the CPU and x is not: the caller gave a number."""
+    """Return whether x is on a GPU and scalar is not: the caller gave a temperature or bias as a number."""
     return scalar.device != x.device
 
 

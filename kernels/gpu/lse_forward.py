@@ -86,9 +86,9 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
     """Write m and l of the rows and columns of each tile, for a block of `height` rows and `width` columns.
 
     ROW_TABLE     (2, column tiles, height): entry [:, J, i] is m and l of row first_row + i in column tile J
-    COLUMN_TABLE  (2, row tiles, width): [:, I, j] is that of column first_column + j in row tile I; or None
+    COLUMN_TABLE  None or (2, row tiles, width): [:, I, j] is m and l of column first_column + j in row tile I
     E             output (height, width) for exp2(s − m), with columns padded to whole tiles; or None. If E
-                  and SHIFT are given, the kernel does nothing unless MAXIMA equals (SHIFT > 0)
+                  and SHIFT are given, do nothing if SHIFT is 0 (with MAXIMA) or not 0 (without MAXIMA)
     MAXIMA        True: m is the maximum of a row (or column) of the tile; False: m is the number SHIFT
     TRIANGLE      True: a diagonal block of a self-similarity (tiles.tile_at); COLUMN_TABLE is ROW_TABLE
     """
@@ -126,7 +126,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
                     e = exp2_scaled(x, scale, finite_max(m_j)[None, :])
                 mask = j < width
                 if TRIANGLE:
-                    mask = mask & (tile_i != tile_j)               # there, row sums are column sums
+                    mask = mask & (tile_i != tile_j)               # on the diagonal, column sums = row sums
                 store_stats(COLUMN_TABLE, tile_i, tiles_i, j, width, m_j, tl.sum(e, 0), mask)
             qk = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
@@ -161,7 +161,7 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EX
         e = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
         m_i, l_i = m_new, l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(e, 1)
     if SHIFT is not None:
-        wanted = wanted & (l_i > 0.0)                              # do not store a row without columns
+        wanted = wanted & (l_i > 0.0)                              # store no row with all columns excluded
         if tl.max(wanted.to(tl.int32), 0) > 0:
             tl.store(COMMON_M, float("inf"))
     tl.store(STATS + rows, finite_max(m_i), mask=wanted)
@@ -175,7 +175,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
     """Merge the m and l of a row i in all tiles, TABLE[side, :, :, i], into STATS[side, :, i], for all rows.
 
     If LSE is given, write the lse of each row to it. If LOSS is given, write each program's part of the loss
-    to it, and the vectors of a SoftmaxSide for each side to SIDES_OUT, side_stride elements apart.
+    to it, and write a SoftmaxSide per side to SIDES_OUT: three vectors, side_stride elements apart.
     OVERWRITE  True: ignore the old content of STATS
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -232,7 +232,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     """Return a ForwardResult with the lse of the rows of q·kᵀ/τ or, if loss is True, with the loss.
 
     k         None: self-similarity; the mask must be symmetric
-    loss      True: compute Σ_i w_i softplus(gap_i). both=True: the mean loss of rows and columns (N = M)
+    loss      True: compute Σ_i w_i softplus(gap_i) or, if both, the mean of row loss and column loss (N = M)
     weights   (N,) float32, the weights w_i in the loss; None: 1/N for all rows
     """
     check_device(q)
@@ -302,7 +302,7 @@ def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
 
 def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,
                 mask=None, mean_over=None):
-    """Merge m and l of tiles into stats, in place. Compute lse, or return the loss (scalar or partial sums).
+    """Merge m and l of tiles into stats, write lse if given, and return the loss, partial sums of it or None.
 
     stats      (sides, 2, N): m and l
     table      (2, tiles, N): m and l of the rows; with two sides, the columns' table comes next in memory

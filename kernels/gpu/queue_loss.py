@@ -4,8 +4,8 @@
     o_i = Σ_j p_ij k_j, the gradient of lse_i with respect to q_i, times τ
 
 o_i is the output of attention for query q_i, with the keys also as values. So the loop that computes lse can
-compute o too, with 4 N·M·D operations in all. A separate backward pass would compute the logits again: 6 in
-all. A program computes BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
+compute o too, with 4 N·M·D operations in all. A separate backward pass would compute logits again: 6 N·M·D
+in all. A program computes BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
@@ -35,7 +35,7 @@ from .tiles import (
 def queue_kernel(STATS, O, split_columns,
                  Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """For BLOCK_N rows and one split, write m and log2 l to STATS[split, :, rows], o to O[split, rows, :].
+    """For BLOCK_N rows and one split, write m and log2 l to STATS[split, :, rows] and o to O[split, rows, :].
     A split has split_columns columns. The grid is (row tiles, splits)."""
     row = tl.program_id(0) * BLOCK_N
     rows, d = row + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)

@@ -65,7 +65,7 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
 @kernel
 def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, tiles, N, factor,
                           BLOCK: tl.constexpr):
-    """Write σ(−s⁺_i) to COEFFICIENTS, and factor times the sums for loss and db to LOSS and BIAS_GRADIENT.
+    """Write σ(−s⁺_i) to COEFFICIENTS, the loss to LOSS and db to BIAS_GRADIENT; factor multiplies both.
     One program adds the sums of all tiles and the terms of all positives, in float64."""
     loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for first in range(0, tiles, BLOCK):
@@ -90,7 +90,7 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     """
     check_device(q)
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # cuBLAS reads views without padding
+    q, k = (x[:, :d] for x in aligned[:2])                         # views without the padding, for cuBLAS
     sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
     n, config = q.shape[0], tile_config(q, aligned[2])
     operands, rest = kernel_args(*aligned, temperature, config)

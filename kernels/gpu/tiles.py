@@ -139,7 +139,7 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
 def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               BLOCK_M: tl.constexpr):
     """Return a bool tile (rows, BLOCK_M), False for entries that are excluded or outside the matrix."""
-    here = tl.arange(0, BLOCK_M)       # in the tile: comparing these, not the columns `at`, saves registers
+    here = tl.arange(0, BLOCK_M)       # columns within the tile: comparing these, not `at`, saves registers
     at = column + here
     keep = (rows < N)[:, None] & (at < M)[None, :]
     if EXCLUDE == "diagonal":
@@ -177,7 +177,7 @@ def exp2_scaled(qk, scale, m):
 
 @triton.jit
 def finite_max(m):
-    """Return m, but 0 for −∞ (a row without columns) and 3e38 for ∞: so s − m is never ∞ − ∞ = NaN."""
+    """Return m, but 0 for −∞ (a row with no column kept) and 3e38 for ∞: so s − m is never ∞ − ∞ = NaN."""
     return tl.where(m == float("-inf"), 0.0, tl.where(m == float("inf"), 3e38, m))
 
 
@@ -229,7 +229,7 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
     """Turn dx, a tile of Σ_j w_ij y_j, into the gradient of x.
 
     The term of each row's positive is subtracted, and the result is multiplied by the constants of FINISH.
-    returns  (dx, mask of entries inside x, dots); dots: x·dx of each row over these features; 0 without DOT
+    returns  (dx, mask of entries inside x, x·dx of each row over the features of this tile, or 0 without DOT)
     """
     dx = dx * (1.0 / WEIGHT_SCALE)
     inside = (rows < N)[:, None] & (d < FINISH.features)[None, :]
@@ -279,7 +279,7 @@ def softplus_sum(x):
     root = tl.rsqrt(1 + u)                                         # root² = 1 / (1 + u), without division
     sigma, v = root * root, u
     sigma = tl.where(x > 0, sigma, sigma * u)
-    for _ in tl.static_range(3):       # multiply pairs: (1 + v)(1 + other) − 1, without rounding 1 + v
+    for _ in tl.static_range(3):       # per pair: new v = (1 + v)(1 + other) − 1, without rounding 1 + v
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
@@ -336,7 +336,7 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
 
 @triton.jit
 def round_to_tf32(x):
-    """Return float32 x rounded to the nearest TF32 number. Tensor cores alone would cut off 13 bits."""
+    """Return x (float32), rounded to the nearest TF32 number. Tensor cores alone would cut off 13 bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
 
