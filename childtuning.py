@@ -96,7 +96,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the classifier. Its attribute child_filter is the value of --child-filter, or its default."""
+    """Return the classifier. Its attribute child_filter is the value or default of --child-filter."""
     model = classifier.load_model(args, run)
     names = [name for name, _ in model.named_parameters()]
     released = "layer" if args.form == "code" else None
@@ -125,7 +125,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         w ← w − lr · weight_decay · w    if correct_bias is False: a = lr
 
     mode        "none" | "F": M ~ Bernoulli(p), sampled at every step | "D": M is given by `masks`
-    reserve_p   p of mode F, in (0, 1]; 1: no masks. Parameter groups may differ in mode, reserve_p, lr, ...
+    reserve_p   p of mode F, in (0, 1]; 1: no masks. A parameter group may have its own mode, reserve_p, lr
     masks       {parameter: bool tensor}, or a function from a parameter to its mask, called at every step.
                 If given, mode F samples no masks. A parameter without a mask gets its full gradient
     generator   torch.Generator for mode F, saved by state_dict(); None: a new one with seed 0 on all ranks
@@ -264,7 +264,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     used, skipped = 0, 0
     for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
-        gradients = [gradient.detach().to(fisher[name].dtype)  # in torch 2.9, zeros of unused w require grad
+        gradients = [gradient.detach().to(fisher[name].dtype)  # torch 2.9's zeros for unused w need detach()
                      for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
         if not torch.stack(norms).isfinite().all():
@@ -350,7 +350,7 @@ def main(argv=None):
     train, dev = load_data(args.data, args), load_data(args.dev, args) if args.dev else []
     run = Run(args, __file__)
     model = build_model(args, run)
-    fisher_rng_state = torch.get_rng_state()                   # restored for the dropout in find_child
+    fisher_rng_state = torch.get_rng_state()                   # set again before find_child, for its dropout
     train = tokenise_texts(train, model, args.max_length, training=True)
     dev = tokenise_texts(dev, model, args.max_length)
     epoch = steps_per_epoch(len(train), args.batch_size)

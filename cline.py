@@ -21,8 +21,8 @@ Data: a .txt file has one text per line; .csv .tsv .json .jsonl .parquet files h
     1 column   text. --tagger finds nouns, verbs, adjectives, adverbs; WordNet gives words that replace them
     3 columns  original, synonym text, antonym text. Words that differ from the original count as replaced
     5 columns  the same three texts, and for each copy a list of its words that could have been replaced, as
-               --save-triples writes it. Each word is written as start:end:code: its place in characters, and
-               a code: 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
+               --save-triples writes it. A word is given as start:end:code. start:end is its character range;
+               code is 0 if kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
 
 Expected: training raises two scores on the held-out rows. "hits" is the percentage of originals that are
 nearer to their synonym text than to their antonym text; "margin" is the mean of h·h_syn − h·h_ant.
@@ -200,7 +200,7 @@ def replaced_token_loss(logits, labels, form="paper"):
     source      Wang et al. 2021, L_RTD; kandorm/CLINE
     """
     checks.check_choice("form", form, "paper", "code")
-    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2         # (rows, L) or any other shape
+    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2         # labels: 1 to 8 dimensions
     letters = " ".join("abcdefgh"[:dimensions])
     shape = f"{letters} three" if form == "code" else letters
     check_rows(labels=(labels, letters, int), logits=(logits, shape), three=3)
@@ -221,7 +221,7 @@ def total_loss(losses, log_variances, share=1.0):
     """Return the total loss L = Σ_i exp(−s_i) L_i + max(s_i, 0). It is smallest if s_i = ln max(L_i, 1).
 
     losses          L_i: a sequence or tensor of T scalars (in this script L_MLM, L_RTD, L_CTS)
-    log_variances   s_i: T scalar tensors, or one (T,). At s = 0, max(s, 0) has derivative 1 (released code)
+    log_variances   s_i: T 0-dim tensors or a tensor (T,). At s = 0, max(s, 0) has slope 1 (released code)
     share           factor of max(s_i, 0). On several ranks, pass the fraction of the batch that this rank has
     returns         scalar, differentiable in losses and log_variances
     source          kandorm/CLINE
@@ -230,7 +230,7 @@ def total_loss(losses, log_variances, share=1.0):
     checks.check_scalars("log_variances", log_variances)
     if len(losses) != len(log_variances):
         raise ValueError(f"log_variances: found {len(log_variances)}, expected {len(losses)}, one per loss")
-    floored = [s.where(s >= 0, 0) for s in log_variances]      # clamp's derivative at 0 is 0 since torch 2.15
+    floored = [s.where(s >= 0, 0) for s in log_variances]      # slope 1 at 0; clamp's is 0 since torch 2.15
     return sum(torch.exp(-s) * loss + share * f for loss, s, f in zip(losses, log_variances, floored))
 
 
@@ -267,7 +267,7 @@ def encode(model, batch):
 
 
 def scale_to_global_means(means, counts):
-    """Multiply each mean by this rank's share of its count. The sum over all ranks is the global mean."""
+    """Multiply each mean by its count / the count of all ranks. The sum over all ranks is the global mean."""
     own = torch.tensor(counts, dtype=torch.float32, device=means[0].device)
     total = own.clone()
     if dist.is_initialized():
@@ -349,7 +349,7 @@ def main(argv=None):
     model = build_model(args, run)
     if wordnet:
         triples = make_triples(triples, wordnet, args)
-    args.max_length = min(args.max_length, model.max_length)  # not checked before with --evaluate
+    args.max_length = min(args.max_length, model.max_length)  # build_model checks it, but not for --evaluate
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:
         return run_evaluation(model, tokens, args)

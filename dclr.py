@@ -188,7 +188,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     z1, z2     (N, D) anchors and (M, D) positives of any norm and float type; they get no gradient
     noise      (K, D) starting points, for example from torch.randn; K may be 0
     step_size  β, length of one step. A row with gradient 0 does not move (in the released code it becomes 0)
-    form       "paper": maximises Σ_i log Σ_k exp(cos(z1_i, n_k) / τ) | "code": Σ_k runs over all z2_j, too
+    form       "paper": maximises Σ_i log Σ_k exp(cos(z1_i, n_k) / τ) | "code": Σ_k also includes all z2_j
     all_reduce None on one rank; torch.distributed.all_reduce on several ranks. With several ranks, z1 has
                the anchors of this rank, z2 the positives of all ranks, and all ranks must pass equal noise
     source     Zhou et al. 2022, noise-based negatives

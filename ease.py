@@ -3,7 +3,7 @@
 
 EASE adds an entity loss to SimCSE's loss. Each sentence links to a Wikipedia entity. The entity loss pulls
 the sentence towards the vector of this entity, and pushes it away from the entities of other sentences and
-from hard negatives: entities of the same type as this entity that have no link on the sentence's page. All
+from hard negatives: entities of this entity's type to which the sentence's page does not link. All
 languages share the entities, which aligns sentences of different languages. Sentence i has embeddings z_i and
 z'_i (two dropout masks), an entity vector e_i = W E[entity], and hard negatives h_ik = W E[negative]:
 
@@ -26,8 +26,8 @@ Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns 
     text (sentence)                  required
     positive_entity (entity)         required
     negative_entity                  candidates for hard negatives: a JSON list, or titles separated by |
-    entity_type                      types of the entity, separated by |; only read without negative_entity:
-                                     candidates are the entities of one random type that are not on the page
+    entity_type                      types of the entity, separated by |. Without negative_entity, one type is
+                                     drawn at random: its entities that are not on the page are candidates
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
 the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
@@ -115,7 +115,7 @@ COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "ent
 
 
 def load_data(path, args):
-    """Return sentences [(place, (text,))] and make_records' results. Set the flags that were not given."""
+    """Return [(place, (text,))] and make_records' (records, titles). Set the flags that were not given."""
     header, table = read_table(path, join=True)
     names = [normalise_name(name) for name in header or []]
     column_of = {kind: names.index(normalise_name(name)) for name, kind in COLUMNS.items()

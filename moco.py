@@ -203,7 +203,7 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     """Return the mean cross entropy of finding each query's key among this key and the keys in the queue.
 
     q, k       (N, D) queries and their keys, any float type and norm; k gets no gradient
-    queue      (K, D) keys of earlier batches: unit rows, without gradient; in the dtype of q or of autocast
+    queue      (K, D) keys of earlier batches: unit rows without gradient, in q's or autocast's dtype
     returns    scalar: float64 for float64 inputs, else float32
     source     He et al. 2020, eq. 1
     """
@@ -250,7 +250,7 @@ def enqueue(queue, pointer, keys):
 @torch.no_grad()
 def encode_keys(model, views, rows):
     """Return the unit keys (rows, D) of all ranks, from this rank's views (n, 3, S, S). The views of all
-    ranks are shuffled first: the batch-norm part of a key then has other images than that of its query."""
+    ranks are shuffled first, so the batch-norm parts of a key and of its query have few common images."""
     views = gather_rows(views, rows)
     order = torch.randperm(rows, device=views.device)
     if dist.is_initialized():

@@ -84,9 +84,9 @@ def make_parser():
     add("--regulariser-weight", type=at_least(0), default=0.1,
         help="λ, weight of the squared distance ‖θ_T − θ_F‖²; default 0.1 (paper)")
     add("--layer-study", nargs="?", const="", metavar="FILE", group="evaluation",
-        help="print the --dev scores of every layer and pooling: for F and T after training, or for --model "
-             "with --evaluate. The scores are saved to FILE, named *.json; default study.json in --out, or "
-             "no file with --evaluate")
+        help="print the --dev scores of every layer and pooling: after training those of F and T, with "
+             "--evaluate those of --model. The scores are saved to FILE, named *.json; default study.json in "
+             "--out, or no file with --evaluate")
     add("--projection-dim", type=at_least(1, int), default=4096, group="model",
         help="output dimension of the projection head; default 4096 (paper)")
     return parser
@@ -178,7 +178,7 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
         all_c, all_h = c, h
     else:
         all_c, all_h = [unit_rows(z) for z in gathered]
-    sentences = torch.arange(len(all_c), device=c.device)      # ids; keys with the anchor's id are left out
+    sentences = torch.arange(len(all_c), device=c.device)      # keys with the anchor's id are not negatives
     anchors, anchor_ids = c, torch.arange(len(c), device=c.device) + offset
     keys, key_ids = all_h.flatten(0, -2), sentences.repeat_interleave(h.shape[1])
     if objective in ("base", "opt1"):

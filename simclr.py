@@ -173,7 +173,7 @@ def load_data(path, args):
 
 def make_batch(rows, images, args):
     """Return (views, labels). views (2n, 3, S, S) float32 in [0, 1]: the first views of this rank's n images,
-    then the second views. labels: of the images numbered `rows` (all ranks); None without --supervised."""
+    then the second views. labels: one per image of the global batch `rows`; None without --supervised."""
     views = augment(next(images.training_views), args)
     return views, images.train.labels[rows].to(views.device) if args.supervised else None
 
@@ -188,7 +188,7 @@ def augment(x, args):
 
 
 def build_model(args, images, run, tuning=None):
-    """Build the encoder with a projection head or, if `tuning` is a FinetuneOrDistill, its classifier."""
+    """Build the encoder with a projection head or, if `tuning` (FinetuneOrDistill) is given, a classifier."""
     encoder = load_image_encoder(args.model, images.is_small)
     width = encoder.config.hidden_sizes[-1]
     if args.model in nets.RESNETS:
@@ -265,7 +265,7 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     """Return the SupCon loss: −log softmax, averaged over the positives of each view, then over all views.
 
     features          (N, V, D) projections of V views of N images, any float type and norm
-    labels            (N,) integers: views with equal labels are positives. None: only views of one image are
+    labels            (N,) integers: positives are the views with the same label; None: of the same image
     base_temperature  multiply the loss by temperature / base_temperature (released code: 0.07); None: by 1
     gathered          (features (M, V, D) with gradient, labels (M,)) of all ranks; None: there is one process
     offset            index in `gathered` of this rank's first row

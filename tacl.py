@@ -17,8 +17,8 @@ masked positions, j runs over all positions of the sequence of i, and sim is the
 Data (--data, --dev): one sentence per line, a blank line between documents. The first two commands make
 such files. An evaluation on --dev reports the three losses and two other scores:
     accuracy            percentage of masked positions i where t_i is the teacher's vector nearest to s_i
-    token similarity    mean cosine of two tokens of a sentence, for each layer: once without [CLS] and [SEP],
-                        as a mean over sentences, and once with them, over all token pairs (released code)
+    token similarity    mean cosine of two tokens of a sentence, for each layer, in two versions: a mean over
+                        sentences without [CLS] and [SEP], and one over token pairs with both (released code)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
 The published results are those of bert-base-uncased before → after TaCL's training on English Wikipedia.
@@ -113,7 +113,7 @@ def load_data(path, args):
 
 
 def make_batch(rows, model, args):
-    """Divide rows into --grad-accum micro-batches, each of rows of similar length. Pad a micro-batch to its
+    """Sort rows by length, and divide them into --grad-accum micro-batches. Pad a micro-batch to its
     longest row (--form paper) or to --max-length (--form code).
 
     rows      [(ids, segments, label, masked ids, is_masked)]; label: True if the second text is random
@@ -137,7 +137,7 @@ def make_batch(rows, model, args):
 
 
 def mean_weights(rows):
-    """Return the weights of means over the rows: (1 / number of masked tokens, 1 / number of pairs)."""
+    """Return (1 / number of masked tokens, 1 / number of pairs): factors that turn sums into means."""
     tokens = sum(int(is_masked.sum()) for *_, is_masked in rows)
     return 1 / max(1, tokens), 1 / len(rows)
 
@@ -260,7 +260,7 @@ def compute_loss(model, micro_batch, weights, args, teacher):
         if args.contrastive_weight or not model.training:
             with torch.no_grad():
                 targets = run_encoder(teacher, ids, segments, real, layers=False).last_hidden_state.float()
-            normalised = args.similarity == "cosine"           # float16 dot products may overflow
+            normalised = args.similarity == "cosine"           # dot: no autocast, as float16 may overflow
             with loss_autocast(student, args) if normalised else contextlib.nullcontext():
                 contrast = tacl_loss(student, targets, is_masked, real, args.temperature, args.form,
                                      similarity=args.similarity, impl=args.impl)
@@ -308,7 +308,7 @@ def run_encoder(model, ids, segments, real, layers=True):
 
 
 def load_dev(path, documents, model, args):
-    """Return rows for make_batch, two lists: sentence pairs and single sentences of a file. For sentences,
+    """Return two lists of rows for make_batch: sentence pairs and single sentences of a file. For sentences,
     is_masked marks all tokens except [CLS] and [SEP]. documents: number of documents in the file."""
     rng = random.Random(f"{args.seed} dev")
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]

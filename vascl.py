@@ -3,10 +3,10 @@ Ma, Arnold, Findings of ACL 2022, arXiv 2110.08552.
 
 The loss has two terms. The first is SimCLR's NT-Xent for two dropout views of each sentence. The second uses
 a virtual augmentation of sentence i: its embedding e_i plus a perturbation δ_i of length Δ. δ_i makes
-e_i + δ_i hard to tell from the nearest neighbours N(i), the K other sentences j of the batch with the largest
-e_i·e_j. The second term pulls e_i and e_i + δ_i together, and pushes both away from the neighbours. τ is the
-temperature, and g is a projection head that is dropped after training. With z_i = g(e_i) / |g(e_i)|,
-z*_i = g(e_i + δ_i) / |g(e_i + δ_i)| and P_i = exp(z_i·z*_i / τ):
+e_i + δ_i hard to tell from the nearest neighbours of i. These, N(i), are the K other sentences j of the batch
+with the largest e_i·e_j. The second term pulls e_i and e_i + δ_i together, and pushes both away from the
+neighbours. τ is the temperature, and g is a projection head that is dropped after training. With
+z_i = g(e_i) / |g(e_i)|, z*_i = g(e_i + δ_i) / |g(e_i + δ_i)| and P_i = exp(z_i·z*_i / τ):
 
     L = NT-Xent of the vectors z of both views
         + mean over i and a ∈ {z_i, z*_i} of
@@ -209,14 +209,14 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
         negatives = (others[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        # dividing by the number of all rows gives 1e-8 in unit() the same effect on one rank and on several
+        # len(others) counts the rows of all ranks: so 1e-8 in unit() has the same effect on 1 rank as on many
         loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).sum() / len(others)
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
 
 
 def nearest_neighbours(e, k, *, gathered=None, offset=0, impl="auto"):
-    """Return N(i) as (N, K) int64: the K = min(k, M − 1) other rows with the largest e_i·e_j, largest first.
+    """Return N(i), (N, K) int64: of M rows, the K = min(k, M − 1) others with largest e_i·e_j, largest first.
 
     e           (N, D) embeddings of this rank, any float type, not normalised
     gathered    (M, D) embeddings of all ranks; N(i) are row numbers of gathered. None: e has all rows
