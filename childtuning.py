@@ -264,7 +264,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     used, skipped = 0, 0
     for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
-        gradients = [gradient.detach().to(fisher[name].dtype)  # torch 2.9's zeros for unused w need detach()
+        gradients = [gradient.detach().to(fisher[name].dtype)  # in torch 2.9, zeros for unused w need detach
                      for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
         if not torch.stack(norms).isfinite().all():

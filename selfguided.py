@@ -185,7 +185,7 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
         keys, key_ids = torch.cat([keys, all_c]), torch.cat([key_ids, sentences])
     if objective == "base":                                    # anchor h_i has the positive c_i
         anchors, anchor_ids = torch.cat([c, h[:, 0]]), anchor_ids.repeat(2)
-        h = torch.cat([h, c[:, None]])                         # the positives of all anchors
+        h = torch.cat([h, c[:, None]])                         # now h[i] are the positives of anchors[i]
     # log Σ exp of the logits of an anchor's negatives
     negatives = similarity_lse(anchors, keys, temperature, exclude=(anchor_ids, key_ids), impl=impl)
     positives = (anchors[:, None].to(negatives.dtype) * h).sum(2) / temperature          # (anchors, L)

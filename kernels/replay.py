@@ -133,7 +133,7 @@ def record(function, arguments, named, tensors):
     try:
         copies = {id(x): copy_of(x) for x in tensors}
         for x in tensors:
-            if "own_rows" in x.__dict__:             # x is from gather_rows: checks.py reads both attributes
+            if "own_rows" in x.__dict__:             # from gather_rows; checks.py reads these two attributes
                 copies[id(x)].own_rows = x.own_rows
                 copies[id(x)].gathered_from = functools.partial(copies.get, id(gathered_from(x)))
         recorder = ON_THIS_THREAD.recorder = Recorder(copies.values())

@@ -223,7 +223,7 @@ class ForwardResult(NamedTuple):
     """Results of the forward pass, float32 tensors. Results that forward() did not compute are None."""
     stats: Any             # (2, N): m and l of the rows
     lse: Any               # (N,): lse of the rows; None if a loss was requested
-    sides: Any             # (sides, 3, padded N) for shift.as_side; dloss_dlse is without the 1/N of a mean
+    sides: Any             # (number of softmaxes, 3, padded N): the input of shift.as_side
     loss: Any              # scalar
     common_m: Any          # 0-dim tensor COMMON_M (see shift.py); None: no shift was used
 

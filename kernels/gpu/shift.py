@@ -29,7 +29,7 @@ from ..heuristics import FEW_ROWS
 from .launch import temperature_only_mask
 from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
-MAX_LOG2_TERM = tl.constexpr(106.0)        # log2 of the largest term exp2(s − r)
+MAX_LOG2_TERM = tl.constexpr(106.0)        # r is so large that log2 of a term exp2(s − r) is at most this
 MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that an underflow of terms cannot change
 NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on the bound B of the logits: allows for rounding
 MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kernels that read a SoftmaxSide
