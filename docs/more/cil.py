@@ -23,7 +23,7 @@ have the same ids and the same relation. In evaluation, they have the same ids, 
 
 Expected: the scores on --dev rise. Evaluation ranks all (bag, relation) pairs by probability. In percent:
 auc is the area under the precision-recall curve, f1 the best F1, p@100 the precision of the first 100 pairs.
-Published: auc 50.8 on NYT10-D. Our source is the label of a curve that the released code plots.
+Published: auc 50.8 on NYT10-D (label of a curve in the released code, whose nearest match is --form code).
 
 Where the paper is silent, both forms follow the released code (antct/cil). --form code also follows it here:
     L_C       s(B_b(i), x_j) replaces s(x_i, B_b); x_i and x_j have the same place in their bags b(i) and b
@@ -33,7 +33,7 @@ Where the paper is silent, both forms follow the released code (antct/cil). --fo
 Departures from the released code, in both forms:
 - Negatives are the bags of all GPUs, not of one GPU.
 - The learning rate falls to 0. With the released code on 2 GPUs, it falls only to half its peak.
-- L_C skips a sentence's own bag. The released code adds the term of that bag and then subtracts it again.
+- L_C skips a sentence's own bag. The released code adds and subtracts its term, which is wrong in float32.
 - New tokens mark the entities. A sentence is left out if --max-length cuts off the start mark of an entity.
 """
 import math

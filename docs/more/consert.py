@@ -12,7 +12,7 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s
     python docs/more/consert.py --recipe simcse --views crop crop --data wiki1m.txt --dev stsb-dev.tsv
 
 --views names the change of each view:
-    dropout              changes nothing: the views differ only by the encoder's dropout (--dropout)
+    dropout              changes nothing: only the encoder's dropout acts on the view (--dropout)
     feature_cutoff       sets a fraction of the features to 0, the same features for all tokens of a text
     token_cutoff         sets all features of a fraction of the tokens to 0
     embedding_dropout    sets a fraction of all entries of the token embeddings to 0
@@ -264,7 +264,7 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
         def shuffle(_, __, words):
             return reorder(words, order)
 
-        def undo_shuffle(_, __, output):                       # because pooling may read the first token
+        def undo_shuffle(_, __, output):                       # pooling may read the first or last token
             output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
             return output
 

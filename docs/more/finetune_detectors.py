@@ -22,7 +22,7 @@ def classify_with_features(model, inputs):
         fail(f"{type(model).__name__}: a forward pass must call the last linear layer with {labels} outputs "
              f"once, but calls it {len(seen)} times; use another --model", every_rank=True)
     features, = seen
-    if features.dim() == 3:                                    # GPT-2: features of all tokens; use the last
+    if features.dim() == 3:                                    # GPT-2: of all tokens; use the last real one
         places = torch.arange(1, features.shape[1] + 1, device=model.device)
         last = (places * attention_mask_of(inputs)).argmax(1)
         features = features[torch.arange(len(last), device=model.device), last]

@@ -176,8 +176,8 @@ def inflect(word, ending):
 
 
 def load_tagger(args):
-    """Load spaCy's tagger, or return None if --tagger is lexicon or spaCy is not installed. Set args.tagger
-    to the tagger's name."""
+    """Load spaCy's tagger. Return None with --tagger lexicon or if, without --tagger, spaCy or its model is
+    missing. Raise UserError if a model named by --tagger is missing. Set args.tagger to the tagger's name."""
     if args.tagger == "lexicon":
         return None
     try:

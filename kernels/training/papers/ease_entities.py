@@ -31,7 +31,7 @@ class LazyEmbedding(torch.nn.Module):
         self.register_buffer("vectors", vectors)
         self.register_buffer("m", torch.zeros_like(vectors))   # AdamW's mean of gradients
         self.register_buffer("v", torch.zeros_like(vectors))   # AdamW's mean of squared gradients
-        last = torch.zeros(len(vectors), dtype=torch.int64) # step of a row's last gradient; 0: no gradient
+        last = torch.zeros(len(vectors), dtype=torch.int64) # step of a row's last gradient; 0: none so far
         self.register_buffer("last", last)
         # forward copies the batch's rows into this parameter, so that backward, all_reduce_gradients and
         # clip_grad_norm_ see no other rows.

@@ -109,7 +109,7 @@ def compare_layers(model, fixed, pairs, run):
 
 
 def check_layer_study(args):
-    """Raise UserError if --layer-study does not fit the other flags or names a file that is not writable."""
+    """Raise UserError if --layer-study does not fit the other flags, or its file is not a writable .json."""
     if args.layer_study is None:
         return
     if not args.dev or args.evaluate and args.test + args.transfer + args.cluster:

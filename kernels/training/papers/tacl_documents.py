@@ -70,7 +70,7 @@ def sentence_pairs(documents, model, args, rng):
     With probability 0.5, or if no sentences remain, B instead comes from another document. In this case, the
     next pair starts after A.
 
-    returns   shuffled list of (ids (L,), bool (L,): True for tokens of B, whether B is from another document)
+    returns   shuffled list of (ids (L,), bool (L,): B and its [SEP], whether B is from another document)
     """
     cls, sep = [model.tokenizer.cls_token_id], [model.tokenizer.sep_token_id]
     pairs, max_tokens = [], args.max_length - 3

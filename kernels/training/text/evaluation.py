@@ -88,7 +88,7 @@ class Evaluator:
             yield scores["spearman"], f"  {''.join(more)}{path}"
 
     def score_transfer(self, model):
-        """Yield (logistic regression accuracy, rest of the line to print) for each value of --transfer."""
+        """Yield (logistic regression accuracy, rest of the line to print) for each data set of --transfer."""
         from ..probes import evaluate_transfer
         for path, parts in self.transfers.items():
             accuracy, strengths = evaluate_transfer(model, *parts, self.args.seed)

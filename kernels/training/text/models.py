@@ -78,7 +78,7 @@ def scratch_tokenizer(texts):
 
 def longest_input(model, tokenizer):
     """Return the largest number of tokens that an encoder reads."""
-    # Models like RoBERTa never use the position embeddings up to padding_idx, and so read fewer tokens.
+    # Models like RoBERTa reserve the position embeddings up to padding_idx, and so read fewer tokens.
     table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1
     positions = getattr(model.config, "max_position_embeddings", -1)   # -1: no limit, as for XLNet and T5

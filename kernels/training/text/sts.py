@@ -57,8 +57,8 @@ def spearman(a, b):
 
 @torch.no_grad()
 def evaluate(model, pairs, impl="auto"):
-    """Score a model on pairs, without truncation to --max-length. Return {"spearman": 100 ρ} and, as in
-    Wang and Isola 2020, "alignment" of pairs with a score above 4 of 5, and "uniformity" of all sentences."""
+    """Score a model on pairs, without truncation to --max-length. Return {"spearman": 100 ρ} and, as in Wang
+    and Isola 2020, "alignment" of pairs with a score above 4 of 5, "uniformity" of the distinct sentences."""
     z, indices = model.embed([pair[side] for side in (0, 1) for pair in pairs])
     z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)
     one, two = z[indices].double().chunk(2)
@@ -67,7 +67,7 @@ def evaluate(model, pairs, impl="auto"):
     near = torch.from_numpy(scores > 4).to(z.device)
     if near.any() and scores.max() <= 5:
         result["alignment"] = (one - two)[near].square().sum(1).mean().item()
-    if len(z) > 1:                             # log mean exp(−2 |x − y|²), and −2 |x − y|² = 4 x·y − 4
+    if len(z) > 1:                             # log mean exp(−2 |x − y|²); for unit rows, exp(4 x·y − 4)
         lse = similarity_lse(z, temperature=0.25, exclude="diagonal", impl=impl).double()
         result["uniformity"] = lse.logsumexp(0).item() - 4 - math.log(len(z) * (len(z) - 1))
     return result
