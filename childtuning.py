@@ -125,7 +125,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         w ← w − lr · weight_decay · w    if correct_bias is False: a = lr
 
     mode        "none" | "F": M ~ Bernoulli(p), sampled at every step | "D": M is given by `masks`
-    reserve_p   p of mode F, in (0, 1]; 1: no masks. A parameter group may have its own mode, reserve_p, lr
+    reserve_p   p of mode F, in (0, 1]; 1: no masks. Parameter groups may differ in mode, reserve_p, lr etc.
     masks       {parameter: bool tensor}, or a function from a parameter to its mask, called at every step.
                 If given, mode F samples no masks. A parameter without a mask gets its full gradient
     generator   torch.Generator for mode F, saved by state_dict(); None: a new one with seed 0 on all ranks
@@ -227,8 +227,8 @@ def fisher_mask(model, batches, loss, reserve_p, max_grad_norm=None, name_filter
     """Return mode D's masks: True for the fraction reserve_p of weights with largest Fisher information F.
 
     batches, loss, max_grad_norm, name_filter    arguments of fisher_information, which computes F
-    returns    ({name of a weight: mask, True where F ≥ threshold}, threshold). The threshold is percentile
-               100 (1 − reserve_p) of all values of F. If it is 0, all masks are True (released code)
+    returns    ({name of a weight: mask, True where F ≥ threshold}, threshold). The threshold is numpy's
+               percentile 100 (1 − reserve_p) of all F. If it is 0, all masks are True (released code)
     """
     if not 0 < reserve_p <= 1:
         raise ValueError(f"reserve_p: found {reserve_p}, expected a number in (0, 1]")

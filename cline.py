@@ -20,9 +20,9 @@ Data: a .txt file has one text per line; .csv .tsv .json .jsonl .parquet files h
 --columns, else by a header (original, synonym, antonym ...), else by their order:
     1 column   text. --tagger finds nouns, verbs, adjectives, adverbs; WordNet gives words that replace them
     3 columns  original, synonym text, antonym text. Words that differ from the original count as replaced
-    5 columns  the same three texts, and for each copy (synonym text, antonym text) a list of the words that
-               --save-triples replaced or could have replaced. A word is start:end:code. start:end is its
-               character range; code is 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
+    5 columns  as --save-triples writes them: the same three texts, and for each copy a list of the words that
+               were or could have been replaced. A word is start:end:code. start and end count characters of
+               the copy; code is 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
 
 Expected: training raises two scores on the held-out rows. "hits" is the percentage of originals that are
 nearer to their synonym text than to their antonym text; "margin" is the mean of h·h_syn − h·h_ant.

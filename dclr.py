@@ -132,8 +132,8 @@ def build_model(args, run):
 
 
 def build_guide(args, run):
-    """Return the guide, frozen and in eval mode. If its checkpoint has settings, they choose the
-    pooling. Else the embedding is the output of the pretrained pooler, if there is one (released code)."""
+    """Return the guide, frozen and in eval mode. It embeds as the settings of its checkpoint say. Without
+    such settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
     guide_args = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(guide_args, run, flag="--guide")
     if guide.saved_settings is None and guide.pooler[0] is not None:

@@ -36,7 +36,7 @@ Published results of the released code (second command with --form code), mean S
 BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). No result is published for --form paper.
 
 Departures from the released code:
-  - On several GPUs the released code fails because it does not gather the entities; this script gathers them.
+  - Under torchrun the released code fails because it does not gather the entities; this script gathers them.
   - The released code keeps the last checkpoint; this script keeps the one with the best --dev score.
 --form code follows the released code in all other points: W has a bias and is followed by tanh; w is 1; the
 batch is divided into groups of 8 rows, and all negatives come from the sentence's own group; an entity that
@@ -96,7 +96,7 @@ def make_parser():
     return parser
 
 
-# Values of flags that are not on the command line. --form code and --model scratch replace PAPER_DEFAULTS.
+# Values of flags not on the command line; --form code and --model scratch replace some of PAPER_DEFAULTS.
 PAPER_DEFAULTS = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01,
                       hard_negative_weight=0.0, equal_entities="mask", warmup_steps=500, batch_size=128,
                       epochs=1, lr=3e-5)
@@ -172,7 +172,7 @@ def build_model(args, run, titles):
 
 
 def add_entities(model, titles, args):
-    """Add the table E of entity vectors and the map W to the model. E and W are not saved."""
+    """Add the table E of entity vectors and the map W to the model. They are not saved with the encoder."""
     width = model.width
     vectors = torch.empty(len(titles), width).uniform_(-0.05, 0.05)
     found = 0

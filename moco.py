@@ -25,7 +25,7 @@ negatives are the stored vectors of random images.
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .tsv      a table of image files and their labels
-    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of .npy files
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
     .npy      images
 Labels are only used for evaluation. Image files are decoded when they are needed. Views are cropped from
 images in full resolution.
@@ -189,7 +189,7 @@ def build_model(args, images, run):
     if not args.memory_bank:
         model.key = copy.deepcopy(model).requires_grad_(False)
     queue = F.normalize(torch.randn(num_keys, dim), dim=1)
-    model.register_buffer("queue", queue.to(LOSS_DTYPE) if run.bf16 else queue)  # the loss's dtype
+    model.register_buffer("queue", queue.to(LOSS_DTYPE) if run.bf16 else queue)  # dtype of the loss's matmuls
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
     log("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
                  f"{'memory bank' if args.memory_bank else 'queue'} of {num_keys:,}")

@@ -9,7 +9,7 @@ the weights of T and F, λ is the weight of a regulariser, τ is the temperature
 
     L = mean over i, k of −log( φ(c_i, h_ik) / ( φ(c_i, h_ik) + Σ_{j≠i} Σ_n φ(c_i, h_jn) ) ) + λ ‖θ_T − θ_F‖²
 
-This is --objective opt3. The other objectives use one view h_i per sentence, from a randomly sampled layer:
+This is --objective opt3. The others use one view h_i per sentence, from a layer sampled at each step:
     opt2    the negatives of c_i are the views h_j of all other sentences j
     opt1    the negatives of c_i are h_j and c_j of all other sentences j
     base    as opt1, but each h_i is an anchor, too, with the positive c_i and the same negatives (NT-Xent)
@@ -152,7 +152,7 @@ def build_model(args, run):
 def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
     """Return the contrastive loss, without the regulariser: a mean over all pairs (anchor, positive).
 
-    c            (B, D) [CLS] vectors of any norm and float type, after the projection head
+    c            (B, D) projected [CLS] vectors of any norm and float type; a zero vector has cosine 0
     h            (B, D) or (B, L, D) views, one or L per sentence, after the projection head; L > 1: opt3 only
     objective    "base"  anchors c_i (positive h_i) and h_i (positive c_i), negatives c_j and h_j, j ≠ i
                  "opt1"  anchors c_i, positives h_i, negatives c_j and h_j

@@ -24,7 +24,7 @@ probabilities that the student and the teacher give to class y for image x, at t
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .tsv      a table of image files and their labels
-    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of .npy files
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
     .npy      images
 Image files are decoded when they are needed. Views are cropped from images in full resolution.
 
@@ -41,7 +41,7 @@ Published test accuracies, with the flags that come closest to each setup; none 
 
 Departures from the released code:
 - The released loss is twice the mean over views; this script's loss is the mean (paper).
-- The released head has batch norms; this script's head has them only with --form code.
+- The released head has batch norms; this script's head has them only with --form code or --head-norm.
 - The released code resizes without antialiasing; this script uses antialiasing, but only for image files.
 - SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
 - v2 has selective kernels, wider networks, and distillation with labels; this script has none of these.
@@ -234,7 +234,7 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: there is one process
     offset        index in `gathered` of this rank's first row
     normalize     True: similarities are cosines; False: they are dot products of the given projections
-    returns       scalar: float64 for float64 inputs, else float32; half the value of the released code
+    returns       scalar, float32 (float64 for float64 input); 0 for one image; half the released code's value
     source        Chen et al. 2020, eq. 1 and algorithm 1
     """
     # mean over i of −log( e^{s(i,i')} / Σ_{j≠i} e^{s(i,j)} ); kernels/eager.py computes this in plain PyTorch
@@ -265,7 +265,7 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
     """Return the SupCon loss: −log softmax, averaged over the positives of each view, then over all views.
 
     features          (N, V, D) projections of V views of N images, any float type and norm
-    labels            (N,) integers: positives are the views with the same label; None: of the same image
+    labels            (N,) integers: positives are other views with the same label; None: of the same image
     base_temperature  multiply the loss by temperature / base_temperature (released code: 0.07); None: by 1
     gathered          (features (M, V, D) with gradient, labels (M,)) of all ranks; None: there is one process
     offset            index in `gathered` of this rank's first row

@@ -106,7 +106,7 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the encoder with its pooling and head, and with a masked-LM decoder if --mlm-weight is given."""
+    """Return the encoder with its pooling and head, and with a masked-LM decoder if --mlm-weight is not 0."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     head = "train-only" if args.mode == "unsupervised" else "keep"
     columns = 1 if args.mode == "unsupervised" else args.count

@@ -5,7 +5,7 @@ A pretrained BERT, the student, is trained further with its masked-LM and next-s
 and a contrastive loss. A frozen copy, the teacher, reads the same text without masks. At a masked position i,
 the student's vector s_i is pulled towards the teacher's vector t_i and pushed away from the teacher's other
 vectors of the sequence. This makes the tokens of a sentence less similar to each other. M is the set of
-masked positions, j runs over all positions of the sequence of i, and sim is the cosine:
+positions chosen for masking, j runs over all positions of the sequence of i, and sim is the cosine:
 
     L = L_MLM + L_NSP + mean over i in M of −log( exp(sim(s_i, t_i) / τ) / Σ_j exp(sim(s_i, t_j) / τ) )
 
@@ -18,10 +18,10 @@ Data (--data, --dev): one sentence per line, a blank line between documents. The
 such files. An evaluation on --dev reports the three losses and two other scores:
     accuracy            percentage of masked positions i where t_i is the teacher's vector nearest to s_i
     token similarity    mean cosine of two tokens of a sentence, for each layer, in two versions: a mean over
-                        sentences without [CLS] and [SEP], and one over token pairs with both (released code)
+                        sentences without [CLS] and [SEP], and one over token pairs with both (paper's figure)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
-The published results are those of bert-base-uncased before → after TaCL's training on English Wikipedia.
+Published results of bert-base-uncased, before → after TaCL's training on English Wikipedia (our defaults).
 Each model was fine-tuned with the example scripts of transformers. EM is the rate of exact matches:
     GLUE                 79.6      → 81.2
     SQuAD 1.1 (EM/F1)    80.8/88.5 → 81.6/89.0
@@ -334,7 +334,7 @@ def token_similarity(hidden, mask):
 @torch.no_grad()
 def evaluate(model, dev, args, teacher):
     """Return the losses, "accuracy", and the token similarity of the word embeddings and of each layer:
-    "similarity" without [CLS] and [SEP], "similarity_special" with both (see the top of this file)."""
+    "similarity" without [CLS] and [SEP], "similarity_special" with both (released code); see the top."""
     model.eval()
     rows, sentences = dev
     weights, totals = mean_weights(rows), Counter()

@@ -184,7 +184,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     e            (N, D) embeddings, float32 or float64, not normalised; e gets no gradient
     head         as in neighbourhood_loss; the head gets no gradient, and its buffers do not change
     neighbours   as in neighbourhood_loss
-    noise        (N, D) random vectors, the first directions of δ: Gaussian (paper) or uniform (released code)
+    noise        (N, D) random vectors of any norm: first directions of δ, Gaussian (paper) or uniform (code)
     radius       Δ, the length of each row of δ, except that a row with gradient 0 gets δ = 0
     steps        gradient steps, each of which replaces the direction of δ; 0 keeps the direction of the noise
     form         "paper" | "code": both give the same δ for the same noise
