@@ -19,8 +19,8 @@ These contain the factor f_i, so dq_I = w k and dk += wᵀ q_I:
 
     e_ij = exp2(s_ij − m_iJ)     w_ij = e_ij · f_i exp2(m_iJ − m_i)                       scale_strip_kernel
 
-The host does not know whether the shift is 0, so it launches the kernels of both methods. They read the shift
-on the GPU; kernels of the unused method do nothing or only copy q. With shift 0, strips are written once and
+In float16, only the second method runs. Otherwise the host launches both, because only the GPU knows whether
+the shift is 0. Kernels of the unused method do nothing or copy q. With shift 0, strips are written once and
 read twice: 6 N·M bytes in half types. Strips add to dk in a fixed order: the same input gives the same bits.
 """
 import torch
@@ -81,7 +81,7 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
 
 
 def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_temperature, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ). A gradient that is not needed is an empty tensor.
+    """Return (loss, dq (N, D), dk (M, D), dτ). An unneeded gradient is empty; dτ needs dq.
 
     dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
     """

@@ -31,7 +31,7 @@ from .shift import as_side
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_factor, needs_q, needs_k,
               needs_temperature, dtype, positives=False):
-    """Return dq (N, D) and dk (M, D) in dtype, and dτ, a float32 scalar. Unneeded gradients are empty.
+    """Return dq (N, D) and dk (M, D) in dtype, and dτ, float32 scalar. Unneeded ones are empty; dτ needs dq.
 
     k                  None: self-similarity with a symmetric mask. Then rows and columns are the same tensor,
                        and dq contains the whole gradient

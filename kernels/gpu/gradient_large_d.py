@@ -9,7 +9,7 @@ W (N, M) may be large, so only one block of W is stored at a time. A block has a
             └──────────────┘                          dk_J  += Wᵀ @ q_I
 
 This takes 6 N·M·D operations; 2 N·M·D of them compute the logits again. With self-similarity, W is symmetric.
-Then only blocks on or above the diagonal are computed, and used twice (as W and Wᵀ): 3 N²D operations.
+Then only blocks on or above the diagonal are computed; those above it serve as W and as Wᵀ: 3 N²D operations.
 """
 import torch
 import triton
@@ -100,7 +100,7 @@ def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N,
 
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
-    """Return (dq, dk, partial sums of ⟨q, dq⟩), as `needs` selects. See also gradient.gradients."""
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None), see gradient.gradients. Unneeded dq, dk are empty."""
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
     q, k = (x[:, :d] for x in aligned[:2])                         # views without the padding, for cuBLAS
     sums = gradient_sums(q, k, *needs)

@@ -80,7 +80,7 @@ def small_d_config(x, mask, one_side):
 
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, self_similarity):
-    """Return (dq, dk, partial sums of ⟨q, dq⟩), as `needs` selects. See also gradient.gradients."""
+    """Return (dq, dk, partial sums of ⟨q, dq⟩ or None), see gradient.gradients. Unneeded dq, dk are empty."""
     aligned_q, aligned_k, mask = aligned_operands(q, k, mask)
 
     def gradient_of(x, y, aligned_x, aligned_y, mask, x_side, y_side, needs_dot):

@@ -27,8 +27,8 @@ class MatmulShape(NamedTuple):
 
 
 class KernelMask(NamedTuple):
-    """The mask and the temperature as kernel arguments. The fields are those of masks.Mask, except exclude,
-    which kernels receive as the constexpr EXCLUDE. Triton compiles no code for a field that is None."""
+    """The mask and the temperature as kernel arguments. Fields from row_ids to phi are those of masks.Mask;
+    the constexpr EXCLUDE is its field exclude. Triton compiles no code for a field that is None."""
     row_ids: Any
     column_ids: Any
     row_groups: Any
@@ -114,7 +114,7 @@ def contiguous_rows(x):
 
 
 def aligned_rows(x):
-    """Return x if its rows are aligned and D is a multiple of 16, else an aligned copy padded with zeros.
+    """Return x if its rows are contiguous and aligned and 16 divides D; else such a copy, padded with zeros.
 
     Kernels and descriptors read 16 bytes at a time, from aligned addresses. Zeros do not change dot products.
     If products use TF32, float32 rows are always copied, and rounded to TF32. Without the rounding, tensor

@@ -51,9 +51,9 @@ ROWS_OF_STATS = 64             # rows per program of row_stats_kernel
 @triton.jit
 def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               ONE_OF_TWO: tl.constexpr, shift, scale, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the tile x of logits with −∞ where the mask excludes them.
+    """Return x, a tile of logits (dot product · scale − shift), with −∞ where the mask excludes them.
 
-    x is dot product · scale − shift. The dot products of positives in the tile are written to POSITIVE.
+    (x + shift) / scale of positives is written to POSITIVE: the dot product or, for sigmoid.py, the logit.
     ONE_OF_TWO  True: of tiles (I, J) and (J, I), only this one is computed; store the positives of both
     """
     if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
@@ -87,7 +87,7 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
 
     ROW_TABLE     (2, column tiles, height): entry [:, J, i] is m and l of row first_row + i in column tile J
     COLUMN_TABLE  None or (2, row tiles, width): [:, I, j] is m and l of column first_column + j in row tile I
-    E             output (height, width) for exp2(s − m), with columns padded to whole tiles; or None. If E
+    E             output (height, width), padded to whole tiles, for exp2(s − m); or None. If E
                   and SHIFT are given, do nothing if SHIFT is 0 (with MAXIMA) or not 0 (without MAXIMA)
     MAXIMA        True: m is the maximum of a row (or column) of the tile; False: m is the number SHIFT
     TRIANGLE      True: a diagonal block of a self-similarity (tiles.tile_at); COLUMN_TABLE is ROW_TABLE

@@ -84,7 +84,7 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 
 
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ, db). If dq, dk or dτ is not needed, it is empty.
+    """Return (loss, dq (N, D), dk (M, D), dτ, db). Unneeded ones are empty, except db; dτ needs dq.
 
     dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
     """

@@ -26,7 +26,7 @@ jit = triton.jit(
 
 
 def kernel(function):
-    """Decorate a Triton kernel: while replay.py records a loss, launches of the kernel are recorded too."""
+    """Compile a function as a Triton kernel, whose launches are recorded while replay.py records a loss."""
     jitted = jit(function)
     run = jitted.run
 
@@ -304,7 +304,7 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     x, y = first + inner % height, inner // height
     if TRIANGLE:
         half = tiles_x // 2
-        rest = index - tiles_x * half                              # if ≥ 0, the tile has y = x + T / 2
+        rest = index - tiles_x * half                              # if ≥ 0, the tile has y = x + T // 2
         x = tl.where(rest < 0, x, rest)
         y = x + tl.where(rest < 0, y, half)
         y = tl.where(y < tiles_x, y, y - tiles_x)
@@ -336,7 +336,7 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
 
 @triton.jit
 def round_to_tf32(x):
-    """Return x (float32), rounded to the nearest TF32 number. Tensor cores alone would cut off 13 bits."""
+    """Return float32 x, rounded to the nearest TF32 number, ties to even. Tensor cores cut off 13 bits."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
 

@@ -18,5 +18,5 @@ text/       sentences: tokens, encoders, checkpoints, masked language models, ev
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
 papers/     modules for one paper each; a file name begins with the name of the script that imports the file
 
-Not in this list: mine (hard negatives), plot (figures), probes (--transfer), equal_texts (--ignore-equal)
+Others: mine (hard negatives), plot (figures), probes (--transfer, --cluster), equal_texts (--ignore-equal)
 """

@@ -23,7 +23,7 @@ from pathlib import Path
 from .errors import fail, log
 from .progress import progress
 
-# {role: usual column names, as normalise_name returns them}. Numbered names such as neg2 are also negatives
+# {role: usual column names, as normalise_name returns them}; for REPEATABLE_ROLES also with a number: neg2
 SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
                     "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
                     "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
@@ -233,8 +233,8 @@ class Table:
         return itertools.islice(rows, int(self.has_header), None)
 
     def find_columns(self, names):
-        """Read the first rows, and set three attributes: keys (the column names if rows are dicts), header,
-        and indices (positions of the columns to read). Fail if the columns do not fit the roles."""
+        """Read the first rows, and set keys (the column names if rows are dicts), header, indices
+        (positions of the columns to read) and others. Fail if the columns do not fit the roles."""
         first = [row for _, row in itertools.islice(self.raw_rows(), FIRST_ROWS)]
         first = [row for row in first if isinstance(row, (list, dict)) and row]
         if not first:
@@ -277,7 +277,7 @@ class Table:
 
     def order_by_role(self, names):
         """Set header and indices so that the columns are in the order of the roles. Fail if a column has no
-        role, or if a role is missing or doubled."""
+        role, if a role is missing, or if a role outside REPEATABLE_ROLES is doubled."""
         order, found = list(self.roles), [role_of(name, self.roles) for name in names]
         unknown = [name or "(no name)" for name, role in zip(names, found) if role is None]
         doubled = [role for role in order if role not in REPEATABLE_ROLES and found.count(role) > 1]

@@ -24,7 +24,7 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
     ids             (M, 1 + n) integers: text ids of the positives and of the n hard negatives
     offset          row of z2 that is the positive of this rank's first anchor
     anchor_ids      (M,) integers, text ids of the anchors: exclude the anchor's text and the positives of all
-                    rows with this anchor. None: exclude only the positive in the anchor's row
+                    rows with this anchor. None: exclude only the text of the anchor's own positive
     """
     own = slice(offset, offset + len(z1))
     rules = [(ids[:, 0], ids, torch.zeros_like(ids))]

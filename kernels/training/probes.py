@@ -16,7 +16,7 @@ from .progress import progress
 from .text.classifier import find_columns
 
 FOLDS = 10                                       # number of parts in cross-validation
-MIN_ROWS = 12                                    # needed for 2 labels: 9 folds then have 10 rows of each
+MIN_ROWS = 12                                    # rows needed of each of 2 labels: 9 folds then have ≥ 10
 STARTS = 5                                       # number of runs of k-means, with different seeds
 C_GRID = [2.0**power for power in range(-2, 4)]  # inverse regularisation strengths C (SentEval)
 

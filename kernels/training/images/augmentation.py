@@ -101,7 +101,7 @@ def bicubic_matrix(first, length, width, size, like):
     like             a tensor that gives the device and dtype of the result
     """
     at = torch.arange(size, device=like.device)
-    centre = (at + 0.5) * (length / size)[:, None] - 0.5       # the new pixels' centres, in old pixels
+    centre = (at + 0.5) * (length / size)[:, None] - 0.5       # the new pixels' centres, in pixels of the box
     base = centre.floor()
     matrix = like.new_zeros(len(first), size, width)
     for tap in range(-1, 3):

@@ -83,7 +83,7 @@ class ImageDataset:
                 split.to_device(run.device)
 
     def views(self, split, order, crops=None, count=1):
-        """Return an iterator over batches of views, (count · n, 3, S, S) float32 in [0, 1]; S is self.size.
+        """Iterate over batches of views, (count · n, 3, S, S) float32 in [0, 1] on the device; S = self.size.
 
         split    self.train or self.test
         order    iterable of (epoch, n row numbers), one pair for each batch

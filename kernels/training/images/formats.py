@@ -116,7 +116,7 @@ class BatchUnpickler(pickle.Unpickler):
     """Reads CIFAR's batches. Unlike pickle.Unpickler, it does not import functions that a file names."""
 
     def find_class(self, module, name):
-        """Return a replacement for a class or function used in CIFAR's batches. Fail for all others."""
+        """Return a replacement for a class or function used in CIFAR's batches; else raise ValueError."""
         known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
                  "numpy._core.multiarray._reconstruct": StandIn,
                  "_codecs.encode": lambda text, _: text.encode("latin-1")}         # how Python 3 saves bytes
