@@ -1,7 +1,7 @@
 """Contrastive losses that need no (N, M) matrix of similarities in memory.
 
 similarity_lse         log Σ_j exp(q_i·k_j / τ) for every query i: the log-sum-exp (lse) of softmax losses
-similarity_topk        the n keys with the largest similarity to every query
+similarity_topk        for every query, the n keys with the largest similarity to it
 info_nce               InfoNCE: cross entropy of query i with target key i (symmetric=True: both directions)
 clip_loss              CLIP's loss: the symmetric info_nce of image-text pairs
 nt_xent                SimCLR's loss over the 2N views of a batch
@@ -26,7 +26,7 @@ normalize=True. Functions that compare all pairs of rows have an argument impl, 
 "eager"        the textbook formula, which stores the (N, M) matrix; tests and benchmarks compare with it
 "auto"         "triton" on CUDA GPUs; on the CPU "eager" for a small matrix and "blockwise" for a large one
 
-For an invalid argument, every public function raises ValueError and says what it found and what it expected.
+All functions raise ValueError for an invalid argument; it names the argument, what was found and expected.
 """
 import contextlib
 import functools
@@ -60,7 +60,7 @@ VERSION = __version__ = "0.1.0"
 OURS = [__name__, *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))]
 with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     installed = importlib.metadata.distribution("kernels")
-    __version__ = installed.version            # Hugging Face's version: transformers checks it
+    __version__ = installed.version            # Hugging Face's version, which other packages may read
     __path__.append(str(installed.locate_file("kernels")))
 
 

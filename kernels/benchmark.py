@@ -13,7 +13,7 @@ MB            peak memory of both passes, in 2^20 bytes, with the gradients but 
 error         relative error |g - g64| / |g64| of the gradient g of q; g64 is this gradient in float64
 
 On a GPU, the L2 cache is flushed before each timed run. One process per implementation measures all cases,
-from small to large. If it crashes, or a case takes longer than --limit, the remaining cases are not measured.
+from small to large. If it crashes, or a case takes longer than --limit, its remaining cases are not measured.
 """
 import argparse
 import contextlib
@@ -206,7 +206,7 @@ def time_ms(step, device, repeat):
 
 
 def peak_memory_bytes(device, reset=False):
-    """Return this process's peak memory in bytes since the last reset: on the GPU or, without one, in RAM."""
+    """Return this process's peak memory in bytes since the last reset: on the GPU or in RAM (Linux only)."""
     if device == "cuda":
         if reset:
             torch.cuda.reset_peak_memory_stats()
@@ -385,13 +385,13 @@ def make_parser(device):
     add("--set", nargs="+", choices=("random", "trained"), default=["random"],
         help="inputs: random unit vectors, or positive pairs as similar as after training; default random")
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"),
-        default="bfloat16" if device == "cuda" else "float32", help="dtype of inputs; default %(default)s")
+        default="bfloat16" if device == "cuda" else "float32", help="default on this device: %(default)s")
     add("--impl", nargs="+", choices=IMPLS, metavar="IMPL",
         help="of this package: eager (plain PyTorch), compile (eager with torch.compile), triton, blockwise, "
              f"auto (what its losses choose by default); of other packages: {', '.join(PEERS)} (torch is "
              "PyTorch's linear_cross_entropy); default on a GPU: eager, compile, triton and all installed "
              "packages; on a CPU: eager and blockwise")
-    add("--repeat", type=int, default=20, help="number of timed runs (fewer for slow cases); default 20")
+    add("--repeat", type=int, default=20, help="timed runs, or fewer if they take more than 10 s; default 20")
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")
     add("--from", dest="source", metavar="FILE",

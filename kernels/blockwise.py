@@ -129,8 +129,8 @@ def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
     """Return (statistics of the row softmaxes, statistics of the column softmaxes, strips).
 
     With triangle=True both statistics are the same tensor. If the norms of q and k prove that all |logits|
-    are below 69, exp(s) cannot overflow. On the CPU all maxima are then set to 0, and one exp(s) serves rows
-    and columns. If one strip then holds all rows, strips is [(rows, columns, exp(s))]; otherwise it is [].
+    are below 69, exp(s) can neither overflow nor underflow. On the CPU all maxima are then 0, and one exp(s)
+    serves rows and columns. If one strip then holds all rows, strips is [(rows, columns, exp(s))], else [].
     """
     of_rows = new_stats(q)
     of_columns = of_rows if triangle else new_stats(k)

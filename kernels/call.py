@@ -120,10 +120,10 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  accurate as with impl="eager". A NaN in a query does not reach other queries' gradients.
                  Under torch.autocast, float32 rows are multiplied in autocast's dtype; gradients are float32
     memory       inputs, gradients, at most a float32 copy of each of these, and buffers. In Triton, buffers
-                 take 160 MiB, or 544 MiB if a loss computes its gradient in forward: WEIGHT_BUFFER_BYTES and
-                 STRIP_BYTES in kernels.heuristics limit them. The first call with new shapes briefly takes up
-                 to 512 MiB more (replay.py). The buffers of "blockwise" take 64 MiB, or the size of 128 rows
-                 of logits if this is more; with ids, at most twice as much. "eager" stores O(N·M) numbers
+                 take 160 MiB, or 544 MiB if a loss computes its gradient in forward (less if you lower
+                 WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.heuristics). The first call with new shapes
+                 briefly takes up to 512 MiB more (replay.py). In "blockwise", float32 buffers take 64 to 144
+                 MiB, or the size of 128 to 288 rows of logits if this is more. "eager" stores O(N·M) numbers
     source       van den Oord et al. 2018, eq. 4
     """
     call = prepare(q, k, temperature, exclude=exclude, within=within, similar=similar, offset=offset,
@@ -143,7 +143,7 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     normalize    as in similarity_lse; True finds the keys with the largest cosine
     impl         as in similarity_lse
     returns      (products (N, n) float32, or float64 for float64 rows; indices of keys (N, n) int64), largest
-                 first, without gradient. A query with fewer than n keys gets products -inf with index -1.
+                 first, without gradient. If a query has fewer than n keys, the rest is -inf with index -1.
                  Equal products come in any order. A NaN product counts as the largest
     memory       inputs, O(N·n + M) numbers and a buffer of constant size; "eager" stores O(N·M) numbers
     """

@@ -21,7 +21,7 @@ def check_rows(offset=0, /, **named):
     named    name=(tensor, dimensions, kinds...) for each tensor, letter=size for each known size. dimensions
              has one letter per dimension: equal letters mean equal sizes, and a capital letter a size ≥ 1.
              kinds are the allowed types: bool, int or float (the default), and None if the tensor may be None
-    offset   index of this rank's first row: row i of an (N, ...) tensor is row offset + i of an (M, ...) one
+    offset   this rank's first row: row i of (N, ...) belongs to row offset + i of (M, ...), so M ≥ N + offset
     """
     sizes = {letter: size for letter, size in named.items() if not isinstance(size, tuple)}
     first, device = {}, None         # first[letter]: the first (name, tensor) whose dimension 0 is `letter`

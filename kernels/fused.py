@@ -4,9 +4,9 @@
 
     GradientInForward           computes the gradients together with the loss; backward only multiplies the
                                 gradients by the upstream gradient
-    LogSumExp, SoftmaxLoss      store stats (2, N), the maximum and the sum of exponentials of each row;
-                                backward computes each logit again. The two numbers are more precise than the
-                                log-sum-exp alone. Triton stores the maximum times log2(e)
+    LogSumExp, SoftmaxLoss      store the maximum and the sum of exponentials of each row (LogSumExp as stats
+                                (2, N)); backward computes each logit again. The two numbers are more precise
+                                than the log-sum-exp alone. Triton stores the maximum times log2(e)
 
 Second derivatives (create_graph=True), forward mode and torch.func are not supported and raise RuntimeError.
 """

@@ -27,7 +27,7 @@ MAX_QUEUE_D = 256              # up to this D, registers can hold a tile of rows
 FEW_ROWS = 1024                # up to this many rows, the launch of a kernel takes longer than its arithmetic
 TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n columns per row in registers
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
-TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of row and column statistics in lse_forward
+TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of statistics in lse_forward (see table_block_shape)
 STRIP_BYTES = 2 ** 29          # 512 MiB: limit for a strip in fused_forward_backward (see strip_height)
 MIN_FUSED_ROWS = 2048          # fewer rows per strip: updating dk costs more than computing the logits twice
 
