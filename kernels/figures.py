@@ -32,8 +32,8 @@ def largest_cases(rows):
 
 
 def plot(result, path):
-    """Plot time (left panels) and memory (right panels) against N. For each loss, plot the cases with the D
-    and M of its largest case (with M = N if the largest case has M = N). Leave out losses with only one N."""
+    """Plot time (left panels) and memory (right panels) against N. The panels of a loss show the
+    cases with the D and M of its largest case; if that case has M = N, all have. Skip losses with one N."""
     rows = [row for row in result["rows"] if "ms" in row and row["set"] == result["rows"][0]["set"]]
     titles = dict.fromkeys(panel_title(row) for row in largest_cases(rows))
     panels = {title: [row for row in rows if panel_title(row) == title] for title in titles}

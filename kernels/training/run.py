@@ -161,7 +161,7 @@ class Run:
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
         if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
-            if not self.eval_due:                              # before an evaluation, log_metrics has checked
+            if not self.eval_due:                              # before an evaluation, log_metrics calls it
                 self.check_finite()
             self.report()
         if self.eval_due or stop:

@@ -15,7 +15,7 @@ from ..out import atomic_output, write_card
 from ..pretrained import loading, read_config, read_json
 
 SMALL_SIZE = 32                                                # largest side in pixels of a small view
-CENTRE_CROP = 0.875              # side of a larger view's centre crop, as a share of the image's shorter side
+CENTRE_CROP = 0.875              # views above SMALL_SIZE: side of the centre crop / image's shorter side
 
 
 class SmallImageResNet(ResNetModel):

@@ -22,8 +22,8 @@ from .cline_wordnet import WORD, WordNet, load_tagger, tag_words
 
 COLUMNS = "original", "synonym", "antonym", "synonym_words", "antonym_words"   # in a .csv of triples
 ROLES = {name: [normalise_name(name)] for name in COLUMNS} | {"original": ["original", "text", "sentence"]}
-# Kinds of replacement that make a copy. One of them, drawn at random, is tried first. If it replaces no word
-# in the text, the next kind in the list is tried (released code).
+# kinds of replacement for each copy of a text. One kind, drawn at random, is tried first. If it replaces no
+# word in the text, the next kind in the list is tried (released code).
 KINDS = {"synonym": ("hypernym", "synonym", "inflected"), "antonym": ("antonym", "random")}
 CODES = dict(inflected=1, synonym=2, hypernym=3, antonym=4, random=5)          # 0: not replaced
 
