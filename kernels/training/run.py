@@ -227,7 +227,7 @@ class Run:
             sys.exit(EXIT_STOPPED)
         self.signals.append(number)
         if self.rank == 0:                                     # print may fail in a signal handler
-            os.write(1, b"\nstopping after this step is saved; press Ctrl-C again to stop now\n")
+            os.write(1, b"\nstopping soon, at the end of a step; press Ctrl-C again to stop now\n")
 
     def asked_to_stop(self):
         """Return whether any rank received a signal. With several ranks, check only at every tenth step."""
