@@ -194,7 +194,6 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             m_new = tl.maximum(m_i, tl.max(tile_m, 0))
             tile_l = tl.load(place + tiles * count, mask=mask, other=0.0)
             tile_l *= tl.exp2(tile_m - finite_max(m_new)[None, :])
-            tile_l = tl.where(tile_m == float("-inf"), 0.0, tile_l)    # all columns of the tile are excluded
             l_i = l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(tile_l, 0)
             m_i = m_new
         if LSE is not None or LOSS is not None:                        # in the last merge into STATS

@@ -68,6 +68,16 @@ def test_a_missing_offset_is_an_error():
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
+def test_a_nan_makes_all_results_that_it_reaches_nan(impl):
+    q, k = (torch.randn(n, 8, device=DEVICE) for n in (20, 30))
+    q[3, 5] = torch.nan
+    rows = torch.arange(20, device=DEVICE)
+    assert torch.equal(kernels.similarity_lse(q, k, impl=impl).isnan(), rows == 3)
+    assert kernels.similarity_lse(k, q, impl=impl).isnan().all()
+    assert kernels.nt_xent(q, k[:20], impl=impl).isnan()
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 def test_a_wrong_target_on_a_gpu_makes_the_loss_nan(impl, monkeypatch):
     """Reading targets on a GPU would make the host wait, so only wrong targets on the CPU raise an error."""
     monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
