@@ -7,11 +7,12 @@ computed in strips. A strip is a set I of rows, with all columns. For each strip
 
     e_ij = exp2(s_ij)            tile by tile, in q's dtype, and Σ_j e_ij of each tile    sums_kernel
     l_i, dloss_dlse_i, loss      from the sums of all tiles of a row                      merge_stats_kernel
-    f_i = dloss_dlse_i / l_i     a factor of row i: multiplies q, not the large strip     scale_queries_kernel
+    f_i = dloss_dlse_i / l_i     factor of row i; it multiplies q_i, not e_i              scale_queries_kernel
     dq_I = f_I (e k)             dk += eᵀ (f_I q_I)                                       cuBLAS
 
 The terms of the positives are added at the end: −dloss_dlse_i k⁺_i in the gradient of q_i, and
-−dloss_dlse_i q_i in the gradient of k⁺_i, the key that is the positive of row i.
+−dloss_dlse_i q_i in the gradient of k⁺_i, the key that is the positive of row i. Then dq and dk are
+multiplied by 1/τ and by constants such as 1/N (tiles.finish_gradient).
 
 This first method needs a shift of 0 (shift.py) and a dtype with the range of float32. Otherwise a second
 method subtracts the maximum m_iJ of each row i in tile (I, J), and scale_strip_kernel turns e into weights w.
@@ -33,7 +34,7 @@ from .launch import (
     GradientScaling, aligned_operands, capability, check_device, kernel_args, persistent_grid,
     temperature_only_mask, tile_config)
 from .lse_forward import merge_stats, sums_kernel
-from .shift import SoftmaxSide, as_side, has_few_rows, new_sides, shift_of_norms
+from .shift import SoftmaxSide, as_side, new_sides, shift_of_norms
 from .tiles import cast_for_matmul, kernel
 
 MIN_WIDE_D = 2048                         # from this D on, tiles of half types have 256 columns on an H100
@@ -81,7 +82,7 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
 
 
 def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_temperature, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ). An unneeded gradient is empty; dτ needs dq.
+    """Return (loss, dq (N, D), dk (M, D), dτ). Unneeded ones are empty; dq is also computed for dτ.
 
     dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
     """
@@ -106,7 +107,7 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
     """
     (n, features), m = q.shape, k.shape[0]                         # m: number of keys
     shift = None if q.dtype == torch.float16 else shift_of_norms(q, k, temperature)[0]
-    height, few = min(n, strip_height(q.element_size(), m, features)), has_few_rows(n, m)
+    height = min(n, strip_height(q.element_size(), m, features))
     config = tile_config(q, aligned[2])
     if features >= MIN_WIDE_D and q.element_size() == 2 and capability(q) == 9 and config["BLOCK_M"] == 128:
         config |= dict(BLOCK_M=256, num_warps=8)
@@ -126,7 +127,7 @@ def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
                 table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,
                 MAXIMA=maxima, TRIANGLE=False, **rest)
         strip_table = table[:2 * tiles * count].view(2, tiles, count)
-        losses.append(merge_stats(stats[..., :count], strip_table, few, True, None, positive[at],
+        losses.append(merge_stats(stats[..., :count], strip_table, False, True, None, positive[at],
                                   side_at, None if weights is None else weights[at], tau_mask, n))
         scale_strip_kernel[persistent_grid(cdiv(count, 32) * tiles, q)](
             strip, table, *side_at[0, :2], shift, count, m, strip.stride(0), precision, BLOCK_N=32,

@@ -31,7 +31,7 @@ from .shift import as_side
 
 def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_factor, needs_q, needs_k,
               needs_temperature, dtype, positives=False):
-    """Return dq (N, D) and dk (M, D) in dtype, and dτ, float32 scalar. Unneeded ones are empty; dτ needs dq.
+    """Return (dq (N, D), dk (M, D), dτ). Unneeded ones are empty; dq is also computed for dτ.
 
     k                  None: self-similarity with a symmetric mask. Then rows and columns are the same tensor,
                        and dq contains the whole gradient
@@ -40,6 +40,7 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_facto
     common_m           ForwardResult.common_m of the forward pass
     grad, loss_factor  upstream gradient (0-dim tensor) and a constant such as 1/N; both multiply all results
     needs_*            whether the gradients of q, k and the temperature are needed
+    dtype              dtype of dq and dk; dτ is a float32 scalar
     positives          True: add the term of each row's positive (see the top of this file)
     """
     check_device(q)

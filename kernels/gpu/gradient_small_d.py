@@ -7,8 +7,9 @@
 y_J are the rows of y in tile J. They are read once for both products. The weights w are never written to
 memory. The kernel runs with x = q and y = k for dq, and again with x = k and y = q for dk. Each run takes
 4 N·M·D operations, half of them for s. D > 128 occurs only with groups (within=). Then a program computes
-only 128 features of dx, so that D / 128 programs compute the same s. If the group ids of the columns are
-sorted, a program loops only over the columns that belong to the groups of its rows.
+only 128 features of dx, so that D / 128 programs compute the same s. With more than FEW_ROWS rows or
+columns and sorted group ids of the columns, a program loops only over the columns from the smallest to the
+largest group of its rows.
 """
 import torch
 import triton.language as tl
@@ -44,7 +45,7 @@ def small_d_kernel(DX, DOT, COMMON_M, RANGES, X_SIDE, Y_SIDE, X, Y, MASK, N, M, 
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # per logit: 2 if common_m is ∞, else 1
+    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # 1: with a finite common_m; 2: without
         end = tl.where((common_m < float("inf")) == (exponentials == 1), stop, start)
         for column in range(start, end, BLOCK_M):
             columns = column + tl.arange(0, BLOCK_M)

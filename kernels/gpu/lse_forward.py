@@ -11,14 +11,14 @@ sums_kernel writes two numbers for each row of a tile to a table. For row i of a
 
 If column sums are needed too, sums_kernel also writes two numbers per column. merge_stats_kernel computes
 m_i = max_J m[J, i] and l_i = Σ_J l[J, i] exp2(m[J, i] − m_i) for each row. Both m and l are stored, because
-in the sum lse = m + log2 l, a large m would round off digits of l.
+in the sum m + log2 l, a large m would round off digits of log2 l.
 
-With more than FEW_ROWS rows, there are three special cases. (1) If both rows and columns need sums, or with
-self-similarity, one shift replaces all m (shift.py), and row_stats_kernel computes rows again whose sums
-underflowed. (2) With groups (within=), row_stats_kernel computes each row from the columns of its group.
-(3) With self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so only one of the two is
-computed. Large matrices are computed block by block, so that tables stay small. The order of all sums is
-fixed (there are no atomics), so the same input gives the same bits.
+With more than FEW_ROWS rows or columns, there are three special cases. (1) If both rows and columns need
+sums, or with self-similarity, one shift replaces all m (shift.py), and row_stats_kernel computes those rows
+and columns again whose sums underflowed. (2) With groups (within=), row_stats_kernel computes each row from
+the columns of its group. (3) With self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so
+only one of the two is computed. Large matrices are computed block by block, so that tables stay small. The
+order of all sums is fixed (there are no atomics), so the same input gives the same bits.
 
 The softmax loss compares lse_i with the logit of the positive of row i. The mask excludes the positive from
 lse_i, and mask_tile stores the dot product of the positive:
@@ -51,9 +51,10 @@ ROWS_OF_STATS = 64             # rows per program of row_stats_kernel
 @triton.jit
 def mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               ONE_OF_TWO: tl.constexpr, shift, scale, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return x, a tile of logits (dot product · scale − shift), with −∞ where the mask excludes them.
+    """Return x, a tile of logits, with −∞ where the mask excludes them.
 
-    (x + shift) / scale of positives is written to POSITIVE: the dot product or, for sigmoid.py, the logit.
+    (x + shift) / scale of positives is written to POSITIVE. From sums_kernel, x is dot product · scale −
+    shift, so the dot product is written. sigmoid.py passes shift 0 and scale 1, so the logit is written.
     ONE_OF_TWO  True: of tiles (I, J) and (J, I), only this one is computed; store the positives of both
     """
     if needs_mask(row, column, N, M, MASK, EXCLUDE, BLOCK_N, BLOCK_M):
@@ -185,7 +186,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
         stats = STATS + 2 * side * l_offset + rows
         if not OVERWRITE:
             m_i = tl.load(stats, mask=inside, other=float("-inf"))
-            l_i = tl.where(m_i == float("-inf"), 0.0, tl.load(stats + l_offset, mask=inside, other=0.0))
+            l_i = tl.load(stats + l_offset, mask=inside, other=0.0)
         for first in range(0, tiles, TILES_AT_ONCE):
             j = first + tl.arange(0, TILES_AT_ONCE)
             place = TABLE + (2 * side * tiles + j)[:, None] * count + rows[None, :]
@@ -207,8 +208,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             loss, dloss_dlse = softplus(lse_minus_positive(m_i, l_i, positive, log2e_over_tau(MASK)))
             if WEIGHTS is not None:
                 row_weight = tl.load(WEIGHTS + rows, mask=inside, other=0.0)
-                loss = tl.where(row_weight == 0.0, 0.0, loss * row_weight)      # 0, even if the loss is NaN
-                dloss_dlse = tl.where(row_weight == 0.0, 0.0, dloss_dlse * row_weight)
+                loss, dloss_dlse = loss * row_weight, dloss_dlse * row_weight
             out = SIDES_OUT + 3 * side * side_stride + rows
             tl.store(out, softmax_factor(dloss_dlse, l_i), mask=rows < side_count)
             tl.store(out + side_stride, m_i, mask=rows < side_count)

@@ -5,7 +5,7 @@
 
 o_i is the output of attention for query q_i, with the keys also as values. So the loop that computes lse can
 compute o too, with 4 N·M·D operations in all. A separate backward pass would compute logits again: 6 N·M·D
-in all. A program computes BLOCK_N rows q_i, and reads each tile k_J of keys once for both products:
+in all. A program handles BLOCK_N queries q_i, and reads each tile k_J of keys once for both products:
 
            ┌─ (BLOCK_D, BLOCK_M) ─┐
     q_i ·  │        k_Jᵀ          │  = s       p = exp2(s − m_new)      o = o · exp2(m_old − m_new) + p · k_J
@@ -60,7 +60,7 @@ def queue_kernel(STATS, O, split_columns,
     slot = tl.program_id(1).to(tl.int64) * N
     tl.store(STATS + 2 * slot + rows, m_i, mask=rows < N)
     tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l would spill registers
-    o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    o = o / l_i[:, None]
     tl.store(O + (slot + rows)[:, None] * SHAPE.D + d[None, :], o,
              mask=(rows < N)[:, None] & (d < SHAPE.D)[None, :])
 
@@ -85,7 +85,7 @@ def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, lo
         l_i = l_i * shrink + weight
         o = o * shrink[:, None] + split_o * weight[:, None]
         m_i = m_new
-    o = o / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+    o = o / l_i[:, None]
     place = rows.to(tl.int64)[:, None]
     q = tl.load(Q + place * q_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
     k = tl.load(POSITIVE_KEYS + place * positive_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -107,7 +107,7 @@ def queue_loss(q, k, queue, temperature, mask):
     (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]    # m: length of the queue
     row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
     at_once = multiprocessors(q) * 8 // warps
-    splits = min(column_tiles, max(1, at_once // row_tiles))       # all programs can then run at once
+    splits = min(column_tiles, max(1, at_once // row_tiles))       # all run at once if row_tiles ≤ at_once
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
     splits = cdiv(m, split_columns)
     new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)

@@ -29,8 +29,8 @@ from ..heuristics import FEW_ROWS
 from .launch import temperature_only_mask
 from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
-MAX_LOG2_TERM = tl.constexpr(106.0)        # r is so large that log2 of a term exp2(s − r) is at most this
-MIN_LOG2_SUM = tl.constexpr(-80.0)         # log2 of the smallest sum that an underflow of terms cannot change
+MAX_LOG2_TERM = tl.constexpr(106.0)        # upper limit of s − r, the log2 of a term
+MIN_LOG2_SUM = tl.constexpr(-80.0)         # a row or column with a smaller log2 of its sum is computed again
 NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on the bound B of the logits: allows for rounding
 MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kernels that read a SoftmaxSide
 
@@ -38,7 +38,8 @@ MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kerne
 class SoftmaxSide(NamedTuple):
     """Kernel arguments for one side (softmax) of the loss. If the loss lacks this side, all fields are None.
 
-    The fields are float32 vectors, padded with zeros to whole tiles: kernels load them without a mask.
+    The fields are float32 vectors. Those from forward() and make_side are padded with zeros to whole tiles,
+    because softmax_weights and load_factors load them without a mask.
     """
     factor: Any = None       # from tiles.softmax_factor
     m: Any = None            # m of each row (or column)

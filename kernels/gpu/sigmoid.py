@@ -2,11 +2,11 @@
 
 Eager                                        bytes moved by eager    this file
     s = q @ k.T / τ + b                      write 4 N·M             tiles stay in registers
-    loss = -logsigmoid(±s).sum() / N         read 4 N·M              write Σ softplus(s), Σ σ(s) per tile
-    dloss/ds = ±σ(±s) / N                    write 4 N·M             write blocks of W, in q's dtype
+    loss = -logsigmoid(±s).sum() / N         read 4 N·M or more      write Σ softplus(s), Σ σ(s) per tile
+    dloss/ds = ∓σ(∓s) / N                    write 4 N·M or more     write blocks of W, in q's dtype
 
-In this file s is in nats. Let k⁺_i be the key that is the positive of row i, and s⁺_i its logit. W_ij is
-σ(s_ij), but 0 where key j is the positive of row i. Then
+The upper sign is for positives. In this file s is in nats. Let k⁺_i be the key that is the positive of row i,
+and s⁺_i its logit. W_ij is σ(s_ij), but 0 where key j is the positive of row i. Then
 
     N·dq_i = (1/τ) (Σ_j W_ij k_j − σ(−s⁺_i) k⁺_i)        dτ = −⟨q, dq⟩ / τ        N·db = Σ W − Σ_i σ(−s⁺_i)
 
@@ -84,7 +84,7 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 
 
 def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ, db). Unneeded ones are empty, except db; dτ needs dq.
+    """Return (loss, dq, dk, dτ, db). Unneeded ones are empty, except db; dq is also computed for dτ.
 
     dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
     """

@@ -226,9 +226,10 @@ def softmax_weights(qk, scale, row_factor, row_m, columns, X_SIDE, Y_SIDE, commo
 @triton.jit
 def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl.constexpr,
                     DOT: tl.constexpr):
-    """Turn dx, a tile of Σ_j w_ij y_j, into the gradient of x.
+    """Turn dx, a tile of WEIGHT_SCALE · Σ_j w_ij y_j, into the gradient of x.
 
-    The term of each row's positive is subtracted, and the result is multiplied by the constants of FINISH.
+    dx is divided by WEIGHT_SCALE, and the term of each row's positive is subtracted. The result is multiplied
+    by 1/τ, FINISH.loss_factor and FINISH.grad.
     returns  (dx, mask of entries inside x, x·dx of each row over the features of this tile, or 0 without DOT)
     """
     dx = dx * (1.0 / WEIGHT_SCALE)
@@ -266,7 +267,7 @@ def log1p(u):
 
 @triton.jit
 def softplus(x):
-    """Return (log(1 + exp(x)), σ(x)), both with a small relative error for every x."""
+    """Return (log(1 + exp(x)), σ(x)), both with a small relative error; exp(x) underflows below −87."""
     u = tl.exp(-tl.abs(x))
     return tl.maximum(x, 0.0) + log1p(u), tl.where(x > 0, 1.0, u) / (1 + u)
 
@@ -295,7 +296,7 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
               (y, x) has an index, so there are T (T + 1) / 2 indices. Row x has the tiles y = x, x + 1, …,
               x + T // 2 (modulo T). If T is even, the rows x ≥ T / 2 do not have the last of these tiles
     """
-    width, group_tiles = tiles_y, 8                                # tiles are numbered in groups of 8 rows
+    width, group_tiles = tiles_y, 8                                # numbered in groups of 8 rows of tiles
     if TRIANGLE:
         width, group_tiles = tl.maximum(tiles_x // 2, 1), 4
     group = index // (group_tiles * width)
@@ -338,7 +339,8 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
 def round_to_tf32(x):
     """Return float32 x, rounded to the nearest TF32 number, ties to even. Tensor cores cut off 13 bits."""
     bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
+    half = tl.where(x == x, 0xFFF + ((bits >> 13) & 1), 0)     # added to the NaN 0x7FFFFFFF, it would give −0
+    return ((bits + half) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -7,8 +7,8 @@ Eager                                   bytes moved by eager            this fil
 The columns are divided into splits. A program takes BLOCK_N rows and loops over the tiles of one split. The
 slots of a row hold its largest values so far. If the largest value of a row in a tile exceeds the row's
 smallest slot, it replaces this slot and is deleted from the tile. This is repeated until no row has such a
-value. If the M values of a row come in random order, its full slots change only about n·ln(M/n) times. At the
-end, PyTorch's topk merges the slots of all splits.
+value. If the C values of a row in a split come in random order, its n slots, once full, change only about
+n·ln(C/n) times. At the end, PyTorch's topk merges the slots of all splits.
 """
 import torch
 import triton.language as tl

@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import DEVICE
+from comparing import DEVICE, patch_kernels
 
 import kernels
 from dclr import noise_negatives
@@ -67,14 +67,20 @@ def test_a_missing_offset_is_an_error():
             call()
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
-def test_a_nan_makes_all_results_that_it_reaches_nan(impl):
-    q, k = (torch.randn(n, 8, device=DEVICE) for n in (20, 30))
-    q[3, 5] = torch.nan
-    rows = torch.arange(20, device=DEVICE)
-    assert torch.equal(kernels.similarity_lse(q, k, impl=impl).isnan(), rows == 3)
-    assert kernels.similarity_lse(k, q, impl=impl).isnan().all()
-    assert kernels.nt_xent(q, k[:20], impl=impl).isnan()
+def test_a_nan_makes_all_results_that_it_reaches_nan(impl, precision, monkeypatch):
+    """The NaN has the bits of NVIDIA's NaN, 0x7FFFFFFF. Rounding to TF32 must not let them overflow."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    patch_kernels(monkeypatch, {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)})
+    for keys in (30, 300):                                     # one block of logits, and several
+        q, k = (torch.randn(n, 8, device=DEVICE) for n in (20, keys))
+        q[3] = torch.tensor(2 ** 31 - 1, dtype=torch.int32).view(torch.float32)
+        rows = torch.arange(20, device=DEVICE)
+        assert torch.equal(kernels.similarity_lse(q, k, impl=impl).isnan(), rows == 3)
+        assert kernels.similarity_lse(k, q, impl=impl).isnan().all()
+        for loss in (kernels.info_nce, kernels.sigmoid_loss):
+            assert loss(q, k, impl=impl).isnan()
 
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
