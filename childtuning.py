@@ -113,8 +113,8 @@ def build_model(args, run):
 def child_gradients(gradients, masks, mode, p):
     """Return the list of the child network's gradients: g ⊙ M / p in mode F, g ⊙ M in mode D. Where M is 0,
     the result is 0, even if g is NaN. If a mask in the list is None, its g is returned unchanged."""
-    scale = 1 / p if mode == "F" else 1
-    return [g if M is None else torch.where(M, g, 0) * scale for g, M in zip(gradients, masks)]
+    return [g if M is None else torch.where(M, g * (1 / p) if mode == "F" else g, 0)
+            for g, M in zip(gradients, masks)]
 
 
 class ChildTuningAdamW(torch.optim.Optimizer):
@@ -216,7 +216,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
 
 def sample_mask(w, p, generator):
     """Return a random bool tensor of w's shape. An entry is True with probability p, to within 2^-32."""
-    # each random int64 gives two int32; on a CPU, bernoulli_ would take five times as long
+    # each random int64 gives two int32; on a CPU, bernoulli_ would be slower
     pairs = torch.empty((w.numel() + 1) // 2, dtype=torch.int64, device=generator.device)
     pairs.random_(-2**63, None, generator=generator)
     bound = min(round(p * 2**32) - 2**31, 2**31 - 1)
@@ -350,7 +350,6 @@ def main(argv=None):
     train, dev = load_data(args.data, args), load_data(args.dev, args) if args.dev else []
     run = Run(args, __file__)
     model = build_model(args, run)
-    fisher_rng_state = torch.get_rng_state()                   # set again before find_child, for its dropout
     train = tokenise_texts(train, model, args.max_length, training=True)
     dev = tokenise_texts(dev, model, args.max_length)
     epoch = steps_per_epoch(len(train), args.batch_size)
@@ -361,7 +360,6 @@ def main(argv=None):
     run.begin(model, optimizer, total)
     if args.mode == "D" and args.reserve_p < 1 and not run.step:  # a resumed run loads its masks
         torch.manual_seed(args.seed)
-        torch.set_rng_state(fisher_rng_state)
         optimizer.masks = find_child(model, train, args)
         torch.manual_seed(args.seed + run.rank)                # different dropout on each rank
     logged = {"loss": math.nan}

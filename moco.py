@@ -27,8 +27,8 @@ Data, one of:
     .tsv      a table of image files and their labels
     .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
     .npy      images
-Labels are only used for evaluation. Image files are decoded when they are needed. Views are cropped from
-images in full resolution.
+Labels are only used for evaluation. Image files are decoded when they are needed; views are cropped before
+they are resized.
 
 Published test accuracies of the three commands, after 200 epochs:
     67.7 % linear    v2, ImageNet, ResNet-50
@@ -130,6 +130,8 @@ def load_data(path, args):
         fail("--symmetric cannot be combined with --memory-bank, which has one view per image; leave one out")
     images = ImageDataset(args, CROPS)
     fill_defaults(args, (SMALL if images.is_small else LARGE) | (V1 if args.v1 else V2))
+    if args.v1 and args.blur:
+        fail(f"--blur {args.blur:g}: --v1 has no blur; leave out one of the two flags")
     keys_per_step = args.batch_size * (2 if args.symmetric else 1)
     if args.queue_size % keys_per_step and not args.memory_bank:
         multiple = max(1, args.queue_size // keys_per_step) * keys_per_step
@@ -202,7 +204,7 @@ def build_model(args, images, run):
 def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     """Return the mean cross entropy of finding each query's key among this key and the keys in the queue.
 
-    q, k       (N, D) queries and their keys, any float type and norm; k gets no gradient
+    q, k       (N, D) queries and their keys, of one float type and any norm; k gets no gradient
     queue      (K, D) keys of earlier batches: unit rows without gradient, in q's or autocast's dtype
     returns    scalar: float64 for float64 inputs, else float32
     source     He et al. 2020, eq. 1
@@ -332,8 +334,6 @@ def main(argv=None):
     optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=args.weight_decay)
     run.extra_state["pointer"] = 0                             # the next row of the queue to replace
     run.begin(model, optimizer, total)
-    if run.extra_state["pointer"] >= args.queue_size:
-        fail(f"--resume: {args.out}/state.pt is damaged: its queue pointer is not below {args.queue_size}")
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1 if args.memory_bank else 2)
     model.train()

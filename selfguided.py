@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, own_rows, similarity_lse
-from kernels.training.data import normalise_name, read_table, show_cells
+from kernels.training.data import NUMBER, normalise_name, read_table, show_cells
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
@@ -108,7 +108,7 @@ def load_data(path, args):
         columns = range(width)
     elif len(columns) < 2:                                     # use all columns that are not numeric
         columns = [i for i in range(width)
-                   if not all(re.fullmatch(r"[\d.]+", cells[i].strip()) for _, cells in rows)]
+                   if not all(re.fullmatch(NUMBER, cells[i].strip()) for _, cells in rows)]
     for place, cells in rows:
         if not all(cells[i].strip() for i in columns):
             fail(f"{path} {place}: an empty cell; fill it or delete the row")
@@ -152,7 +152,7 @@ def build_model(args, run):
 def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
     """Return the contrastive loss, without the regulariser: a mean over all pairs (anchor, positive).
 
-    c            (B, D) projected [CLS] vectors of any norm and float type; a zero vector has cosine 0
+    c            (B, D) projected [CLS] vectors of any norm, float type as h; a zero vector has cosine 0
     h            (B, D) or (B, L, D) views, one or L per sentence, after the projection head; L > 1: opt3 only
     objective    "base"  anchors c_i (positive h_i) and h_i (positive c_i), negatives c_j and h_j, j ≠ i
                  "opt1"  anchors c_i, positives h_i, negatives c_j and h_j

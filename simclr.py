@@ -4,7 +4,7 @@ al., NeurIPS 2020, arXiv 2004.11362.
 
 An encoder and a projection head map two random views of each image to two vectors z. Training pulls the two
 vectors together and pushes them away from the vectors of all other images. After training, the projection
-head is dropped. N images have 2N views; i' is the other view of the image of view i. With u = z / |z|, the
+head is dropped. N images have 2N views; view i' is the other view of view i's image. With u = z / |z|, the
 temperature τ and s(i, j) = u_i·u_j / τ, the loss (NT-Xent) is
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
@@ -20,13 +20,15 @@ temperature τ and s(i, j) = u_i·u_j / τ, the loss (NT-Xent) is
 --distill (v2) trains a student to match a teacher, which is a fine-tuned model. P_s and P_t are the
 probabilities that the student and the teacher give to class y for image x, at temperature τ:
     L = 1/N Σ_x −Σ_y P_t(y | x; τ) log P_s(y | x; τ)
+Both use one view per image, with crops and flips only. The flags of colours, blur and the projection head
+have no effect on them.
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .tsv      a table of image files and their labels
     .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
     .npy      images
-Image files are decoded when they are needed. Views are cropped from images in full resolution.
+Image files are decoded when they are needed; views are cropped before they are resized.
 
 Published test accuracies, with the flags that come closest to each setup; none is published for the defaults:
     CIFAR-10    about 91 % linear           --recipe cifar
@@ -82,7 +84,7 @@ RECIPES = {
     "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(epochs=800,
         lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code"))}
 FLAG_RECIPES = {
-    "supervised": Recipe("SupCon's CIFAR-10 command, lr and decay for a loss without factor τ / 0.07", dict(
+    "supervised": Recipe("SupCon's CIFAR-10 command; lr and decay fit our loss without its τ / 0.07", dict(
         temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
     "finetune": Recipe("SimCLR v2, 1 % of the labels", dict(batch_size=1024, epochs=60,
         lr=0.005, lr_scaling="sqrt", weight_decay=0.0, warmup_epochs=0, from_layer=1)),
@@ -99,7 +101,7 @@ def make_parser():
         weight_decay=(1e-6, "1e-6 (paper)"),
         temperature=(0.5, "0.5 (paper, CIFAR-10), 0.1 with --supervised, 1 with --distill"),
         form=("paper", "paper; code: batch norms in the head"),
-        lr=(1.0, "1.0 (the paper's value for CIFAR-10); --lr-scaling multiplies it"))
+        lr=(1.0, "1.0 (released CIFAR-10 command); --lr-scaling multiplies it"))
     add("--crop", group="data", type=ratio, default=0.08,
         help="smallest area of a crop, as a fraction of the image; default 0.08 (paper)")
     add("--colour", group="data", type=at_least(0),
@@ -117,7 +119,7 @@ def make_parser():
     add("--supervised", action="store_true",
         help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
     add("--finetune", reads="training data", metavar="DATA",
-        help="fine-tune --model with a classifier on the labelled images DATA, which replace --data (v2)")
+        help="fine-tune --model with a classifier on the labelled images DATA; leave out --data (v2)")
     add("--label-fraction", type=at_least(1e-9, most=1), default=1.0,
         help="fraction of the images of each class that --finetune uses; default 1")
     add("--from-layer", type=at_least(0, int), default=0,

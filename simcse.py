@@ -8,7 +8,7 @@ negative. For N anchors z1_i with positives z2_i and, if there are any, hard neg
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_j exp s(z1_i, z2_j) + Σ_j α^[i=j] exp s(z1_i, z3_j) ) ]
 
 s(a, b) is cos(a, b) / τ with the temperature τ. The weight α^[i=j] is α for the anchor's own hard negative
-and 1 for all others; the flag --hard-negative-weight is w = log α.
+and 1 for all others; the flag --hard-negative-weight is w = log α. Without hard negatives it has no effect.
 
     python simcse.py --model scratch --data tests/data/nli.csv --dev tests/data/sts.tsv
     python simcse.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/unsupervised
@@ -65,7 +65,7 @@ def make_parser():
         columns=(None, "chosen by the header, else all"), negatives=(None, "those of each row"),
         eval_every=(125, "125 (released scripts; the paper has 250)"),
         pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
-        head=(None, "as saved with --model, else keep for cls pooling (train-only if unsupervised), or none"),
+        head=(None, "as saved with --model; else with cls pooling keep (unsupervised: train-only), else none"),
         batch_size=(None, "512, or 64 if unsupervised (paper), 32 with --model scratch"),
         epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
         lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))
@@ -124,7 +124,7 @@ def build_model(args, run):
 
 def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
                 anchor_ids=None, impl="auto"):
-    """Return the mean loss of N anchors. Embeddings may have any norm and float type; they are normalised.
+    """Return the mean loss of N anchors. Embeddings have one float type and any norm; they are normalised.
 
     z1                    (N, D) anchors; a zero vector has cosine 0 with every vector
     z2                    (M, D) positives of the anchors of all ranks; row offset + i belongs to anchor i

@@ -86,7 +86,7 @@ def test_one_layer_is_sampled_per_sentence(monkeypatch):
 
 @pytest.mark.parametrize("content, sentences", [
     ("sentence1\tscore\tsentence2\tgenre\nA\t5\tB\tx\nC\t0.5\t7\tx\n", "A B C 7"),     # known names
-    ("A\tB\t5\nC\t7\t0.5\n", "A B C 7")])
+    ("A\tB\t-5\nC\t7\t1e-05\n", "A B C 7")])
 def test_columns_of_sentences(content, sentences, tmp_path):
     """Sentences come from columns with known names or, without such names, from non-numeric columns."""
     (tmp_path / "a.tsv").write_text(content)

@@ -49,7 +49,7 @@ def test_lars_steps():
     ("lars", 0.1, 0.001), ("sgd", 0.1, None), ("nesterov", 0.0, None), ("adam", 0.0, None)])
 def test_weight_decay_and_classifiers(optimizer, decay, trust):
     """`decay` is the weight decay in the group of batch norms; LARS does not apply it. LARS does not scale
-    the steps of a classifier by the norm of its weights, which start at 0 and would stay 0."""
+    the steps of a classifier by the norm of its weights, which start at 0 and would stay small."""
     model = torch.nn.Module()
     model.encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
     model.head, model.classes = torch.nn.Sequential(torch.nn.Linear(8, 2)), ["a", "b"]

@@ -109,7 +109,7 @@ def compare_layers(model, fixed, pairs, run):
 
 
 def check_layer_study(args):
-    """Raise UserError if --layer-study does not fit the other flags, or its file is not a writable .json."""
+    """Raise UserError if --layer-study does not fit other flags, or names no .json in a writable folder."""
     if args.layer_study is None:
         return
     if not args.dev or args.evaluate and args.test + args.transfer + args.cluster:

@@ -40,7 +40,7 @@ def load_head_layers(name, count):
     head, _ = load_head(name)
     linear = [i for i, part in enumerate(head or ()) if isinstance(part, nn.Linear)]
     if count > len(linear):
-        fail(f"--from-layer {count}: the head of {name} has {len(linear)} layers; expected no higher number")
+        fail(f"--from-layer {count}: --model {name} has a head of {len(linear)} linear layers, expected more")
     return head[: [*linear, len(head)][count]], head[linear[count - 1]].out_features
 
 
