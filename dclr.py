@@ -76,8 +76,8 @@ def make_parser():
         batch_size=(None, "128 (paper), 32 with --model scratch"),
         epochs=(None, "3 (paper), 4 with --model scratch"),
         lr=(None, "3e-5 (paper), 2e-3 with --model scratch; linear decay to 0"))
-    add("--phi", type=at_least(-1), default=0.9,
-        help="φ: a sentence is no negative if the guide's cosine with the anchor is ≥ φ; default 0.9 (paper)")
+    add("--phi", type=at_least(-1, most=1), default=0.9,
+        help="φ: sentences with a guide cosine ≥ φ to an anchor are not its negatives; default 0.9 (paper)")
     add("--noise-per-sentence", type=at_least(0), default=1.0,
         help="noise negatives per sentence of the batch; default 1 (paper)")
     add("--noise-steps", type=at_least(0, int), default=4,
@@ -108,8 +108,6 @@ def load_data(path, args):
     place, cells = next(iter(table))
     if len(cells) != 1:
         fail(f"{path} {place}: {len(cells)} columns, expected 1 (sentence); choose one, as with --columns 1")
-    if args.phi > 1:
-        fail(f"--phi {args.phi}: expected a cosine, from -1 to 1")
     defaults = SCRATCH_DEFAULTS if args.model == "scratch" else PAPER_DEFAULTS
     fill_defaults(args, defaults | dict(noise_temperature=args.temperature))
     if len(table) < 2 or args.batch_size > len(table):
@@ -153,7 +151,7 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     z2           (M, D) positives; row offset + i is the positive of anchor i
     noise        (K, D) negatives of all anchors, without gradient; K may be 0
     f1, f2, phi  (N, E) and (M, E) guide embeddings of the sentences of z1 and z2, and the threshold φ
-    form         "paper": the denominator has negatives only | "code": the loss of one_vs_all_loss
+    form         "paper": the denominator has negatives only | "code": one_vs_all_loss, which ignores impl
     offset       index of this rank's first row in z2 and f2, which have the rows of all ranks
     returns      scalar, float32 (float64 for float64 input). The loss of an anchor without negatives is 0
     source       Zhou et al. 2022, the instance-weighted objective
@@ -164,7 +162,7 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     checks.check_number("phi", phi, -torch.inf, torch.inf)
     checks.check_temperature(temperature, z1.device)
     checks.check_choice("form", form, "paper", "code")
-    checks.check_impl(impl)
+    checks.check_choice("impl", impl, *checks.IMPLS)
     z1, z2 = unit_rows(z1), unit_rows(z2)
     f1, f2, noise = [unit_rows(x.detach()) for x in (f1, f2, noise)]
     if form == "code":
@@ -197,7 +195,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     checks.check_same_dtype(z1=z1, z2=z2, noise=noise)
     checks.check_temperature(temperature, z1.device)
     checks.check_choice("form", form, "paper", "code")
-    checks.check_impl(impl)
+    checks.check_choice("impl", impl, *checks.IMPLS)
     checks.check_integer("steps", steps, 0)
     checks.check_number("step_size", step_size)
     z1, z2 = unit_rows(z1), unit_rows(z2)

@@ -72,7 +72,7 @@ def make_parser():
         max_length=(None, "256 (paper), or 64 with --model scratch, for both texts of a pair together"),
         batch_size=(None, "256 (paper), or 32 with --model scratch"),
         steps=(None, "150000 (paper), or 300 with --model scratch"),
-        lr=(None, "1e-4 (paper), or 2e-3 with --model scratch"),
+        lr=(None, "1e-4 (paper), or 2e-3 for scratch; warm-up for a tenth of the steps, linear decay to 0"),
         eval_every=(10_000, "10000 (released script)"))
     add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
         help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
@@ -214,7 +214,7 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
     """
     q, k, groups, own = pack_tokens(student, teacher, masked, attention_mask, form, similarity)
     checks.check_temperature(temperature, q.device)
-    checks.check_impl(impl)
+    checks.check_choice("impl", impl, *checks.IMPLS)
     if not len(q):
         return q.sum(dtype=torch.promote_types(q.dtype, torch.float32))
     temperature = temperature if similarity == "cosine" else 1.0
@@ -260,7 +260,7 @@ def compute_loss(model, micro_batch, weights, args, teacher):
         if args.contrastive_weight or not model.training:
             with torch.no_grad():
                 targets = run_encoder(teacher, ids, segments, real, layers=False).last_hidden_state.float()
-            normalised = args.similarity == "cosine"           # dot: no autocast, as float16 may overflow
+            normalised = args.similarity == "cosine"           # dot: bfloat16, as float16 may overflow
             with loss_autocast(student, args) if normalised else contextlib.nullcontext():
                 contrast = tacl_loss(student, targets, is_masked, real, args.temperature, args.form,
                                      similarity=args.similarity, impl=args.impl)

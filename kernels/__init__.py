@@ -19,12 +19,12 @@ check_unit             raise ValueError if the rows of a tensor do not have norm
 choose_impl            the implementation that impl="auto" selects for a tensor
 
 A similarity is the dot product of two rows. For cosine similarities pass rows of norm 1 (F.normalize) or
-normalize=True. Functions that compare all pairs of rows have an argument impl, the implementation:
+normalize=True. The argument impl of a function is the implementation:
 
 "triton"       fused Triton kernels, on CUDA GPUs
 "blockwise"    plain PyTorch that computes a few rows of the matrix at a time; any device, also float64
 "eager"        the textbook formula, which stores the (N, M) matrix; tests and benchmarks compare with it
-"auto"         "triton" on CUDA GPUs; on the CPU "eager" for a small matrix and "blockwise" for a large one
+"auto"         "triton" on CUDA GPUs (not for float64), else "eager" for a small matrix, "blockwise" for large
 
 All functions raise ValueError for an invalid argument; it names the argument, what was found and expected.
 """
@@ -73,7 +73,7 @@ def __getattr__(name):
 
 @functools.cache
 def load_installed():
-    """Import Hugging Face's package `kernels`, with our modules out of sys.modules: some names are equal."""
+    """Import Hugging Face's `kernels` with our modules out of sys.modules: both have a benchmark.py."""
     spec = importlib.util.spec_from_file_location(__name__, os.path.join(__path__[1], "__init__.py"))
     package = importlib.util.module_from_spec(spec)
     ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}

@@ -58,7 +58,8 @@ COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "m
 def make_inputs(loss, size, dtype, device, trained):
     """Return q (N, D), k (M, D), targets (N,). For queue_loss, k is the queue followed by the N positives.
 
-    trained    True: each row of q and its positive are so similar that the mean loss is about 5e-3
+    trained    True: row i of q is similar to row i of the last N rows of k. If these are the positives
+               (queue_loss, and for M = N info_nce, clip_loss, nt_xent), the loss is about 5e-3
     """
     n, m, d = size
 
@@ -395,9 +396,9 @@ def make_parser(device):
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")
     add("--from", dest="source", metavar="FILE",
-        help="show results that --json saved; --loss, --sizes, --set and --impl select some of them")
+        help="show results that --json saved; only --loss, --sizes, --set and --impl select some of them")
     add("--markdown", action="store_true", help="print a markdown table of the largest size of each loss")
-    add("--plot", metavar="FILE", help="plot time and memory against N to this file; needs matplotlib")
+    add("--plot", metavar="FILE", help="plot the first --set: time and memory against N; needs matplotlib")
     return parser
 
 

@@ -21,7 +21,7 @@ of |s|, all p_ij of row i would otherwise be wrong by the same factor. When τ i
 
 eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because it computes each strip
 again for the gradients; triangle=True halves the operations. With triangle=False, a loss with only a row
-softmax needs 3: a strip has all logits of its rows, so it serves their statistics and their gradients.
+softmax needs 3 (queue_loss 2): a strip has all logits of its rows, so it serves statistics and gradients.
 """
 import torch
 import torch.nn.functional as F

@@ -115,15 +115,15 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     raises       RuntimeError for second derivatives (create_graph=True), forward mode and torch.func; only
                  impl="eager" supports them. Except with impl="eager", torch.compile does not trace this
                  function (graph break), so fullgraph=True fails
-    precision    float32 products follow torch.get_float32_matmul_precision(), and half-type products are
-                 exact; sums are in float32. For logits of any size (in Triton up to 1e9), gradients are as
-                 accurate as with impl="eager". A NaN in a query does not reach other queries' gradients.
-                 Under torch.autocast, float32 rows are multiplied in autocast's dtype; gradients are float32
+    precision    float32 products follow torch.get_float32_matmul_precision(). Half-type products are exact
+                 ("eager" rounds them). Sums are in float32. For logits of any size (in Triton up to 1e9),
+                 gradients are as accurate as in "eager". A NaN query does not reach other queries' gradients.
+                 Under torch.autocast, float32 rows are multiplied in its dtype; gradients are float32
     memory       inputs, gradients, at most a float32 copy of each of these, and buffers. In Triton, buffers
                  take 160 MiB, or 544 MiB if a loss computes its gradient in forward (less if you lower
                  WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.heuristics). The first call with new shapes
-                 briefly takes up to 512 MiB more (replay.py). In "blockwise", float32 buffers take 64 to 144
-                 MiB, or the size of 128 to 288 rows of logits if this is more. "eager" stores O(N·M) numbers
+                 briefly takes up to 512 MiB more (replay.py). In "blockwise", float32 buffers take up to 144
+                 MiB (with similar 224), or 288 (448) rows of logits if this is more. "eager" stores O(N·M)
     source       van den Oord et al. 2018, eq. 4
     """
     call = prepare(q, k, temperature, exclude=exclude, within=within, similar=similar, offset=offset,
@@ -137,7 +137,7 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
                     impl="auto"):
     """Return the n keys with the largest q_i·k_j for each query i; only "eager" stores the (N, M) matrix.
 
-    q, k         as in similarity_lse; with k=None each row finds itself too, unless exclude="diagonal"
+    q, k         as in similarity_lse; with k=None each row is also compared with itself, unless excluded
     n            1 ≤ n ≤ M; the Triton kernel has 64 slots per row: for a larger n, "triton" runs "blockwise"
     exclude, within, similar, offset    as in similarity_lse
     normalize    as in similarity_lse; True finds the keys with the largest cosine
@@ -145,7 +145,7 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
     returns      (products (N, n) float32, or float64 for float64 rows; indices of keys (N, n) int64), largest
                  first, without gradient. If a query has fewer than n keys, the rest is -inf with index -1.
                  Equal products come in any order. A NaN product counts as the largest
-    memory       inputs, O(N·n + M) numbers and a buffer of constant size; "eager" stores O(N·M) numbers
+    memory       inputs, at most a float32 copy of each, O(N·n + M) numbers, a constant buffer; "eager" O(N·M)
     """
     call = prepare(q, k, 1.0, exclude=exclude, within=within, similar=similar, offset=offset,
                    normalize=normalize, impl=impl)

@@ -148,11 +148,6 @@ def check_choice(name, x, *choices):
         raise ValueError(f"{name}: {describe(x)}, expected {', '.join(choices[:-1])} or {choices[-1]}")
 
 
-def check_impl(impl):
-    """Raise ValueError if impl is not the name of an implementation."""
-    check_choice("impl", impl, *IMPLS)
-
-
 def check_flag(name, x):
     """Raise ValueError if x is not True, False, 1 or 0; "no", which Python treats as true, raises too."""
     if x is not True and x is not False and not (is_integer(x) and x in (0, 1)):

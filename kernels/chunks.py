@@ -46,12 +46,12 @@ def embed_in_chunks(embed, chunks, module):
         raise ValueError("chunks: found none, expected at least one")
     if module is None or not torch.is_grad_enabled() or len(chunks) == 1:
         return concatenate([embed_chunk(embed, chunk) for chunk in chunks])
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
+    weights = [*module.parameters()]
+    if not any(weight.requires_grad for weight in weights):
         raise ValueError("module: no parameter requires a gradient; for a frozen module pass module=None")
-    # trained[0] is passed for its device only: checkpoint saves the random states of its arguments' devices
-    return concatenate([checkpoint(embed_chunk, embed, chunk, trained[0], use_reentrant=False,
-                                   context_fn=functools.partial(contexts, module, (trained, chunk)))
+    # weights[0] is passed for its device only: checkpoint saves the random states of its arguments' devices
+    return concatenate([checkpoint(embed_chunk, embed, chunk, weights[0], use_reentrant=False,
+                                   context_fn=functools.partial(contexts, module, (weights, chunk)))
                         for chunk in chunks])
 
 

@@ -1,7 +1,6 @@
 """Draw the figures of kernels.benchmark; kernels.training.plot uses their style too. Needs matplotlib."""
 import math
 import sys
-from pathlib import Path
 
 COLOURS = {"eager": "C7", "compiled": "C5", "ours": "black", "torch": "C6", "memeff": "C0", "Inf-CL": "C1",
            "CCE": "C2", "Liger": "C3", "siglip-kernel": "C4"}
@@ -32,8 +31,8 @@ def largest_cases(rows):
 
 
 def plot(result, path):
-    """Plot time (left panels) and memory (right panels) against N. The panels of a loss show the
-    cases with the D and M of its largest case; if that case has M = N, all have. Skip losses with one N."""
+    """Plot time (left panels) and memory (right panels) against N. The panels of a loss show the cases with
+    the D and M of its largest case (if M = N there, those with this D and M = N). Skip losses with one N."""
     rows = [row for row in result["rows"] if "ms" in row and row["set"] == result["rows"][0]["set"]]
     titles = dict.fromkeys(panel_title(row) for row in largest_cases(rows))
     panels = {title: [row for row in rows if panel_title(row) == title] for title in titles}
@@ -109,8 +108,5 @@ def save_figure(figure, path):
     """Save a figure to a file; its extension selects the format."""
     try:
         figure.savefig(path, dpi=150)
-        if Path(path).suffix == ".png":  # 256 colours are enough for lines, and halve the file size
-            from PIL import Image  # matplotlib depends on Pillow
-            Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
     except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the extension
         sys.exit(f"{path}: {getattr(error, 'strerror', None) or error}")

@@ -4,9 +4,9 @@
 
     GradientInForward           computes the gradients together with the loss; backward only multiplies the
                                 gradients by the upstream gradient
-    LogSumExp, SoftmaxLoss      store the maximum and the sum of exponentials of each row (LogSumExp as stats
-                                (2, N)); backward computes each logit again. The two numbers are more precise
-                                than the log-sum-exp alone. Triton stores the maximum times log2(e)
+    LogSumExp, SoftmaxLoss      store two numbers per row, more precise than the log-sum-exp alone: LogSumExp
+                                the maximum and the sum of exponentials, SoftmaxLoss the maximum and g / sum,
+                                besides g = dloss/dlse. Backward computes each logit again
 
 Second derivatives (create_graph=True), forward mode and torch.func are not supported and raise RuntimeError.
 """

@@ -63,8 +63,8 @@ def gather_rows(x, rows, *, group=None, dtype=None):
              ranks must pass the same dtype (this is not checked). int16 rows are sent as int32
     rows     number of rows of the whole batch
     group    process group whose ranks share the batch; None: all processes
-    dtype    torch.float16 or torch.bfloat16: send the rows rounded to this dtype, which takes half the bytes
-             of float32. Use this if the loss multiplies rows in this dtype anyway. The result and the
+    dtype    torch.float16 or torch.bfloat16: send float rows rounded to this dtype, which takes half the
+             bytes of float32. Use this if the loss multiplies rows in this dtype anyway. The result and the
              gradients keep the dtype of x. None: send the dtype of x
     returns  (rows, ...) all rows. If a loss compares this rank's queries with them, pass
              offset=own_rows(rows, group=group).start to the loss
@@ -84,7 +84,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         raise ValueError(f"rows: found {describe(rows)}, fewer than the {world} processes; expected a batch "
                          "with a row for each process")
     if len(x) != own.stop - own.start:
-        found = f"{describe(rows)}, of which this process (1 of {world}) has {describe(own.stop - own.start)}"
+        found = f"{describe(rows)}, of which rank {rank} of {world} has {describe(own.stop - own.start)}"
         expected = "the number of rows of all processes of the group, split by own_rows(rows)"
         raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
     if world == 1:

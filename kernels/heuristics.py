@@ -17,10 +17,10 @@ import importlib.util
 
 import torch
 
-from .checks import check_impl, describe
+from .checks import IMPLS, check_choice, describe
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-EAGER_LOGITS = 2 ** 18         # on the CPU, eager is the fastest for at most this many logits (N·M)
+EAGER_LOGITS = 2 ** 18         # on the CPU, eager is usually faster for at most this many logits (N·M)
 EAGER_LOGITS_ON_GPU = 2 ** 22  # the same limit on a GPU without Triton
 MAX_SMALL_D = 128              # up to this D, gradient_small_d is expected to be faster than gradient_large_d
 MAX_QUEUE_D = 256              # up to this D, registers can hold a tile of rows and its gradient
@@ -40,7 +40,7 @@ def choose_impl(impl, x, n=None, m=None, product_dtype=None):
     n, m           shape of the matrix of logits; None: a large matrix
     product_dtype  dtype of the products; None: the dtype of x
     """
-    check_impl(impl)
+    check_choice("impl", impl, *IMPLS)
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"x: found {describe(x)}, expected a tensor")
     if impl == "auto":
@@ -89,15 +89,15 @@ def weight_block_shape(q, k, square):
     side = 1 << (entries.bit_length() - 1) // 2
     if square:
         return min(q.shape[0], side), min(q.shape[0], side)
-    height = min(q.shape[0], max(side, entries // k.shape[0] // 128 * 128))
+    height = min(q.shape[0], max(side, entries // round_up(k.shape[0], 128) // 128 * 128))
     return height, min(k.shape[0], entries // round_up(height, 128) // 128 * 128)
 
 
 def table_block_shape(q, k, square):
     """Return (rows, columns) of a block of logits in lse_forward, limited by the size of its tables.
 
-    Tables take at most TABLE_BYTES, or as much as q and k if these are larger, but never over STRIP_BYTES. A
-    table of row statistics takes 1/16 byte per logit; square=True adds an equal table for columns.
+    Tables take at most TABLE_BYTES, or as much as q and k if these are larger, up to STRIP_BYTES: 1/16 byte
+    per logit, with square=True 1/8. Tiles of 64 (32) instead of 128 columns need 2 (4) times as much.
     """
     (n, d), m = q.shape, k.shape[0]
     logits = max(TABLE_BYTES, min((n + m) * d * q.element_size(), STRIP_BYTES)) * (8 if square else 16)

@@ -186,6 +186,8 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     else:
         all_z, all_labels = checks.check_pair("gathered", gathered, "(z, labels) of all ranks")
     check_labels(z, labels, all_z, all_labels, offset)
+    if labels is None and z.shape[1] == 1:
+        raise ValueError("labels: found None, expected labels, as z has only 1 view per sample")
     if base_temperature is not None:
         checks.check_temperature(base_temperature, z.device, "base_temperature")
     options = dict(normalize=normalize, impl=impl)
@@ -338,7 +340,7 @@ def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
 
     anchor, positive    (N, D) each, any float type; the loss is float64 if an input is, else float32
     negative            (N, D); None: `mining` chooses n_i among the rows of positive other than p_i (N ≥ 2).
-                        The (N, N) matrix of distances is not stored
+                        At most 4 million distances are stored at a time
     margin              number > 0, a distance
     mining              "hard": the row nearest to a_i; "semi-hard": the nearest row among those farther from
                         a_i than p_i, or the farthest row if no row is farther than p_i
@@ -391,7 +393,7 @@ def margin_loss(x1, x2, same, margin=1.0):
 
     x1, x2     (N, D) each, any float type; the loss is float64 if x1 or x2 is, and float32 if neither is. If
                x1_i equals x2_i, the gradient of d is 0
-    same       (N,) bool, or integers 0 and 1: whether x1_i and x2_i have the same class
+    same       (N,) bool, or integers 0 and 1 (checked on the CPU): whether x1_i and x2_i have the same class
     margin     number > 0
     returns    scalar
     source     Hadsell, Chopra, LeCun 2006, eq. 4

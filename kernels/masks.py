@@ -84,11 +84,13 @@ def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, of
     elif exclude not in (None, "diagonal", "pair"):
         expected = 'None, "diagonal", "pair" or a pair of id vectors'
         raise ValueError(f"exclude: {checks.describe(exclude)}, expected {expected}")
+    if offset != 0 and exclude != "diagonal":
+        raise ValueError(f'offset: {checks.describe(offset)}, expected 0 unless exclude is "diagonal"')
     if exclude == "pair" and (not self_similarity or n % 2):
         found = f"found {n} rows" if self_similarity else "found a k"
         raise ValueError('exclude: "pair" needs k=None and an even number of rows '
                          f"(first views, then second views); {found}")
-    return Mask(exclude or "none", *ids, *groups, *features, 0 if exclude == "pair" else offset, phi)
+    return Mask(exclude or "none", *ids, *groups, *features, offset, phi)
 
 
 def check_ids(name, ids, n, m):

@@ -7,8 +7,8 @@ copies of the arguments. Meanwhile a Recorder records the steps: launches of Tri
 PyTorch. A Plan holds the steps, with a Part for each tensor. Tensors that only kernels use share a workspace.
 
 A call is not replayed if it runs on the CPU or not in Triton, if it needs more memory than MAX_WORKSPACE, if
-recording raises CannotRecord, or if its key is new after MAX_PLANS keys or while a CUDA graph is captured.
-Profilers that use Triton's launch hooks do not see replayed launches.
+recording raises CannotRecord, if its first argument is passed by name, or if its key is new after MAX_PLANS
+keys or while a CUDA graph is captured. Profilers that use Triton's launch hooks do not see replayed launches.
 """
 import functools
 import threading

@@ -19,8 +19,7 @@ Letters and words that mean the same in all files:
                      GPUs have an instruction for exp2, but not for exp
     m_i, l_i         running maximum and running sum of row i: m_i = max_j s_ij, l_i = Σ_j exp2(s_ij − m_i).
                      Some kernels subtract another number in place of the maximum, and store it as m_i
-    m                in code on the host: the number of keys M, and n is N (in topk.py: n neighbours); in
-                     kernels: m_i of the rows or columns at hand
+    m                on the host: the number of keys M, and n is N (in topk.py: neighbours); in kernels: m_i
     stats            m and l of N rows, stacked: (2, N)
     lse              log-sum-exp of a row in nats, (m + log2 l) / log2(e)
     p                softmax, p_ij = exp2(s_ij − m_i) / l_i

@@ -10,9 +10,8 @@ computed in strips. A strip is a set I of rows, with all columns. For each strip
     f_i = dloss_dlse_i / l_i     factor of row i; it multiplies q_i, not e_i              scale_queries_kernel
     dq_I = f_I (e k)             dk += eᵀ (f_I q_I)                                       cuBLAS
 
-The terms of the positives are added at the end: −dloss_dlse_i k⁺_i in the gradient of q_i, and
-−dloss_dlse_i q_i in the gradient of k⁺_i, the key that is the positive of row i. Then dq and dk are
-multiplied by 1/τ and by constants such as 1/N (tiles.finish_gradient).
+The terms of the positives are added at the end: −dloss_dlse_i k⁺_i in the gradient of q_i, and −dloss_dlse_i
+q_i in that of k⁺_i, the positive of row i. Then dq and dk are multiplied by 1/τ and constants such as 1/N.
 
 This first method needs a shift of 0 (shift.py) and a dtype with the range of float32. Otherwise a second
 method subtracts the maximum m_iJ of each row i in tile (I, J), and scale_strip_kernel turns e into weights w.

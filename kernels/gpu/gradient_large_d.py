@@ -10,7 +10,6 @@ W (N, M) may be large, so only one block of W is stored at a time. A block has a
 
 This takes 6 N·M·D operations; 2 N·M·D of them compute the logits again. With self-similarity, W is symmetric.
 Then only blocks on or above the diagonal are computed; those above it serve as W and as Wᵀ: 3 N²D operations.
-At the end, dq and dk are multiplied by 1/τ and by constants such as 1/N (tiles.finish_gradient).
 """
 import torch
 import triton

@@ -8,8 +8,7 @@ y_J are the rows of y in tile J. They are read once for both products. The weigh
 memory. The kernel runs with x = q and y = k for dq, and again with x = k and y = q for dk. Each run takes
 4 N·M·D operations, half of them for s. D > 128 occurs only with groups (within=). Then a program computes
 only 128 features of dx, so that D / 128 programs compute the same s. With more than FEW_ROWS rows or
-columns and sorted group ids of the columns, a program loops only over the columns from the smallest to the
-largest group of its rows.
+columns and sorted group ids, a program skips columns before the first and after the last group of its rows.
 """
 import torch
 import triton.language as tl

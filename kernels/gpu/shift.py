@@ -38,8 +38,7 @@ MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kerne
 class SoftmaxSide(NamedTuple):
     """Kernel arguments for one side (softmax) of the loss. If the loss lacks this side, all fields are None.
 
-    The fields are float32 vectors. Those from forward() and make_side are padded with zeros to whole tiles,
-    because softmax_weights and load_factors load them without a mask.
+    The fields are float32 vectors, padded with zeros to whole tiles where a kernel loads them without a mask.
     """
     factor: Any = None       # from tiles.softmax_factor
     m: Any = None            # m of each row (or column)

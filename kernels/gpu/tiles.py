@@ -228,8 +228,7 @@ def finish_gradient(dx, FINISH, X_SIDE, Y_SIDE, MASK, rows, d, N, M, EXCLUDE: tl
                     DOT: tl.constexpr):
     """Turn dx, a tile of WEIGHT_SCALE · Σ_j w_ij y_j, into the gradient of x.
 
-    dx is divided by WEIGHT_SCALE, and the term of each row's positive is subtracted. The result is multiplied
-    by 1/τ, FINISH.loss_factor and FINISH.grad.
+    Divide dx by WEIGHT_SCALE, subtract the positive's term, multiply by 1/τ, FINISH.loss_factor, FINISH.grad.
     returns  (dx, mask of entries inside x, x·dx of each row over the features of this tile, or 0 without DOT)
     """
     dx = dx * (1.0 / WEIGHT_SCALE)

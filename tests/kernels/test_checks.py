@@ -39,6 +39,8 @@ MISTAKES = [
     (lambda: kernels.sup_con_loss(HARD, FOUR), r"labels: found \(4,\), expected \(8,\)"),
     (lambda: of_a_rank(nt_xent, Z, Z, offset=6), r"gathered: z1: 8 rows, .* 3 \+ offset 6"),
     (lambda: nt_xent(Z, Z, offset=1), "offset: 1, expected 0 if gathered is None"),
+    (lambda: similarity_lse(Z, Z, offset=1), 'offset: 1, expected 0 unless exclude is "diagonal"'),
+    (lambda: kernels.sup_con_loss(Z[:, None]), "labels: found None, expected labels, .* only 1 view"),
     (lambda: of_a_rank(info_nce, Z, Z), "gathered: needs symmetric=True"),
     (lambda: embed_in_chunks(torch.nn.Linear(6, 3), Z, None), "chunks: found Tensor, expected a list"),
     (lambda: simcse_loss(Z, Z[:4]), r"z2: 4 rows, expected at least 8 \+ offset 0: one positive for each"),

@@ -115,7 +115,8 @@ def test_topk(impl, n, multiprocessors, monkeypatch):
 
 
 @pytest.mark.parametrize("n, m, size", [
-    (1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2)])
+    (1, 1, 4), (2 ** 20, 2 ** 20, 2), (2 ** 17, 300, 4), (64, 2 ** 22, 2), (1, 2 ** 24, 2), (8192, 8192, 2),
+    (2 ** 20, 100, 2)])
 def test_blocks_fit_their_buffers(n, m, size):
     """Blocks of weights, strips of logits and tables of row statistics stay within their limits in bytes."""
     whole_tiles = lambda count: heuristics.round_up(count, 128)
