@@ -60,7 +60,7 @@ def make_parser():
     add = parser.add_argument
     run_flags(
         parser, model="bert-large-cased", dev=None, out="out/childtuning", form="paper",
-        max_length=(128, "128 (released script), for both texts of a pair together"),
+        max_length=(128, "128 (released script), for both texts of a pair together, also of --dev"),
         batch_size=(16, "16 (released script)"),
         epochs=(None, "3 (released script), or 12 with --model scratch"),
         lr=(None, "4e-5 (released script), or 2e-3 with --model scratch; linear decay to 0"),

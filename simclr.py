@@ -84,7 +84,7 @@ RECIPES = {
     "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(epochs=800,
         lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code"))}
 FLAG_RECIPES = {
-    "supervised": Recipe("SupCon's CIFAR-10 command; lr and decay fit our loss without its τ / 0.07", dict(
+    "supervised": Recipe("SupCon's CIFAR-10 command; lr and decay fit a loss without τ / 0.07", dict(
         temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
     "finetune": Recipe("SimCLR v2, 1 % of the labels", dict(batch_size=1024, epochs=60,
         lr=0.005, lr_scaling="sqrt", weight_decay=0.0, warmup_epochs=0, from_layer=1)),

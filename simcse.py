@@ -65,7 +65,7 @@ def make_parser():
         columns=(None, "chosen by the header, else all"), negatives=(None, "those of each row"),
         eval_every=(125, "125 (released scripts; the paper has 250)"),
         pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
-        head=(None, "as saved with --model; else with cls pooling keep (unsupervised: train-only), else none"),
+        head=(None, "as saved with --model; else for cls pooling keep (unsupervised: train-only), else none"),
         batch_size=(None, "512, or 64 if unsupervised (paper), 32 with --model scratch"),
         epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
         lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))

@@ -51,7 +51,7 @@ def make_parser():
     add = parser.add_argument
     run_flags(
         parser, model="bert-large-cased", dev=None, out="out/finetune", form="paper",
-        max_length=(128, "128, for both texts of a pair together"),
+        max_length=(128, "128, for both texts of a pair together, also of --dev"),
         temperature=(None, "0.3 with --supcon-weight (ours), 0.1 in --ood-epochs (released code)"),
         batch_size=16, epochs=(None, "3, or 12 with --model scratch"),
         lr=(None, "4e-5, or 2e-3 with --model scratch; linear decay to 0"),

@@ -1,6 +1,6 @@
 """Code for training, from which the scripts import.
 
-All scripts share these modules. Each module imports only from modules above it:
+Scripts for texts and scripts for images share these modules. Each imports only from modules above it:
 
 errors      user errors, printed messages, and @command, which prints an error without a traceback
 progress    progress bars and the remaining time
@@ -16,7 +16,7 @@ pretrained  opens a pretrained model, from a folder or the hub, without running 
 
 text/       sentences: tokens, encoders, checkpoints, masked language models, evaluation
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
-papers/     modules for one paper each; a file name begins with the name of the script that imports the file
+papers/     modules for one paper each; a file name begins with the name of the paper's script
 
 Others: mine (hard negatives), plot (figures), probes (--transfer, --cluster), equal_texts (--ignore-equal)
 """

@@ -82,8 +82,8 @@ def read_csv(path, separator, **options):
 
 
 def check_separator(path, lines, separator):
-    """Fail if `separator` is not equally frequent in all of `lines`, and another separator fits better: it is
-    equally frequent in all lines, or it splits the first line into usual column names."""
+    """Fail if another separator fits better: it is equally frequent in all of `lines`, or splits the first
+    line into usual column names. Never fail if `separator` itself is in all lines, and equally frequent."""
     counts = {other: {line.count(other) for line in lines} for other in SEPARATORS}
     for other in SEPARATORS.keys() - {separator}:
         equally_many = len(counts[other]) == 1 and 0 not in counts[other] and len(lines) > 2

@@ -68,10 +68,10 @@ def exclusion_rules(anchor_ids, ids):
     """Return the rules of --ignore-equal: [(row ids (M,), column ids (M, 1 + n), other (M, 1 + n))].
 
     A rule excludes a text for an anchor if the row id of the anchor equals the column id of the text. `other`
-    is 1 for texts that another rule covers. The owners of a text are the anchors for which it is excluded:
-    the anchor with the same text, and all anchors with this text as a positive. Each set of owners has a
-    number. It is the row id of these owners, and the column id of all texts with exactly these owners. In a
-    rule, an anchor has only one row id. Therefore, sets that share an anchor are in different rules.
+    is 1 for texts that another rule covers. The owners of a text are the anchors that exclude it: the
+    anchor with the same text, and each anchor that has the text as a positive. Texts with the same owners
+    share one number. In a rule, this number is the row id of the owners, and the column id of the texts. An
+    anchor has one row id per rule, so two sets of owners with a common anchor need two rules.
     """
     anchors, keys = anchor_ids.tolist(), ids.tolist()
     owners = {anchor: {anchor} for anchor in anchors}

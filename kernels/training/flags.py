@@ -71,7 +71,7 @@ SHARED_FLAGS = {
     "--batch-size": dict(group="training", type=at_least(1, int), help="rows per step, summed over all GPUs"),
     "--chunk-size": dict(group="training", type=at_least(1, int),
                          help="encode this many rows at a time to save memory (GradCache); gradients are "
-                              "those of the full batch; default the whole batch"),
+                              "those of the full batch, except for batch norms; default the whole batch"),
     "--chunk-tokens": dict(group="training", type=at_least(1, int),
                            help="like --chunk-size, but a limit on the number of tokens (with padding) that "
                                 "are encoded at a time; default no limit"),
@@ -87,9 +87,9 @@ SHARED_FLAGS = {
                              "fp32"),
     "--impl": dict(group="training", choices=("auto", "triton", "blockwise", "eager"),
                    help="implementation of the loss: Triton kernels, PyTorch block by block, or plain "
-                        "PyTorch; auto: triton on an NVIDIA GPU, else blockwise"),
+                        "PyTorch; auto: triton on an NVIDIA GPU, else eager (small batches) or blockwise"),
     "--evaluate": dict(group="evaluation", action="store_true",
-                       help="score --model and exit, without training or writing anything"),
+                       help="score --model and exit; neither train --model nor write anything"),
     "--dev": dict(group="evaluation", reads="held-out data",
                   help="held-out data for evaluation during training, in a format described above"),
     "--dev-columns": dict(group="evaluation", nargs=3, metavar=("TEXT", "TEXT", "SCORE"),
@@ -283,8 +283,8 @@ def image_flags(parser, model, **defaults):
     """Add the flags of a script that trains an image encoder. model: the default of --model."""
     run_flags(parser, model=(model, f"{model}; {MODELS}"), dev=(None, "the test set in --data"),
               image_size=(None, "for arrays, the shorter side of their images; for image files, the size "
-                                "saved with --model, else 224, but at most the size of the first images"),
-              workers=(None, "the number of CPU cores"), eval_every=1000, impl="auto", **defaults)
+                                "in the folder --model, else 224, but at most that of the first images"),
+              workers=(None, "CPU cores / processes per machine"), eval_every=1000, impl="auto", **defaults)
     parser.add_shared_flags("--skip-damaged", "--chunk-size")
     parser.add_argument("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,
                         help="epochs of the linear probe at the end; 0: no probe; default 100")

@@ -104,8 +104,7 @@ BUCKET_BYTES = 32 * 2**20                                      # size of the gra
 def all_reduce_gradients(model):
     """Sum each weight's gradient over the ranks, because the global loss is the sum of the ranks' losses.
 
-    A missing gradient counts as zeros. Gradients are concatenated into a few large buckets, which are summed
-    concurrently. This is much faster than one call for each of hundreds of small tensors.
+    A missing gradient counts as zeros. Gradients are joined into a few large buckets, summed concurrently.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

@@ -72,7 +72,7 @@ def make_parser():
     add("--seed", type=at_least(0, int), default=42, help="random seed for sampling from --ranks; default 42")
     shared("--impl", "auto", group="run",
            help="implementation of the search: Triton kernels, PyTorch block by block, or plain "
-                "PyTorch; auto: triton on an NVIDIA GPU, else blockwise")
+                "PyTorch; auto: triton on an NVIDIA GPU, else eager (small data) or blockwise")
     shared("--precision", group="run")
     return parser
 
@@ -190,9 +190,9 @@ def mine(rows, q, k, args):
 
 
 def search(q, k, min_found, bound, args):
-    """Find the n nearest rows of k for each row of q: n ≥ max(min_found), but at most len(k). Return (scores
-    (R, n), row numbers in k (R, n)). If fewer than min_found (R,) scores of a row are at most its `bound`
-    (R,), search again for this row, only among the rows of k with scores below the bound."""
+    """Return (scores (R, n), row numbers in k (R, n)) of the n nearest rows of k for each row of q. n is at
+    least max(min_found), but at most len(k). If a row has fewer than min_found (R,) scores up to its `bound`
+    (R,), search again for this row, only among the rows of k that score below the bound."""
     n = min(len(k), max(TOPK_SLOTS, min_found.max().item()))
     s, columns = similarity_topk(q, k, n, impl=args.impl)
     short = ((s <= bound[:, None]).sum(1) < min_found.clamp(max=len(k))) & (bound >= args.min_score)

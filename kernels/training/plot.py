@@ -7,7 +7,7 @@
 RUN is the output folder of a run, which may still be in progress. The program reads metrics.jsonl and
 args.json in RUN. Further panels:
 
-    alignment and uniformity (Wang and Isola)    runs of simcse, selfguided, ease, vascl and dclr with --dev
+    alignment and uniformity (Wang and Isola)    runs of scripts for sentences with --dev
     similarity of a sentence's tokens, by layer  runs of tacl
     precision against recall, best checkpoint    runs of docs/more/cil.py
     score of each layer and pooling              runs of selfguided with --layer-study; RUN may also be a

@@ -9,13 +9,13 @@ from tqdm import tqdm
 
 from .errors import is_first_rank, one_line
 
-QUIET_SECONDS = 2                                              # shorter work shows no progress
+QUIET_SECONDS = 2                                              # on a terminal, shorter work shows no progress
 LOG_SECONDS = 30                                               # time between two lines in a log
 LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left\n"        # for tqdm
 
 
 def progress(items, name, unit="", **more):
-    """Return a tqdm iterator over items, which shows progress once the work takes more than two seconds.
+    """Return a tqdm iterator over items, which shows progress after 2 seconds (in a log, every 30 seconds).
 
     items   an iterable. None: the caller passes total=, and calls update(n) on the result
     name    name of the work in the bar or line
@@ -39,7 +39,7 @@ class Clock:
         self.start(0)
 
     def start(self, step):
-        """Time the steps after `step`. Only seconds_left still uses earlier pauses, to predict later ones."""
+        """Start timing the loop after `step`. Earlier pauses only help seconds_left to predict later ones."""
         self.began, self.first_step = time.perf_counter(), step
         self.earlier_seconds = self.paused_seconds
 

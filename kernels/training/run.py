@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -84,11 +85,10 @@ class Run:
         """
         self.model, self.optimizer, self.total, args = model, optimizer, total, self.args
         ranks.check_agreement({name: value for name, value in self.settings().items() if name != "data"})
-        kernels = ""
-        if hasattr(args, "impl"):                              # scripts without kernels have no --impl
-            kernels = f"kernels {choose_impl(args.impl, torch.empty(0, device=self.device))}, "
+        impl = choose_impl(self.impl, torch.empty(0, device=self.device))
+        losses = f"losses in {'Triton' if impl == 'triton' else 'PyTorch'}, " if hasattr(args, "impl") else ""
         log("run", f"seed {args.seed}, {self.world_size} × {self.device.type}, {args.precision}, "
-                   f"{kernels}{total:,} steps of {args.batch_size}, writing {args.out}")
+                   f"{losses}{total:,} steps of {args.batch_size}, writing {args.out}")
         if warmup >= total:
             log("note", f"the warm-up has {warmup:,} steps, but the run has only {total:,}: the learning "
                         "rate never reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
@@ -170,7 +170,7 @@ class Run:
         if self.eval_due and self.values:
             self.clock.count_pause(self.logged_at)
         if stop:
-            kept = "saved; --resume continues" if self.args.keep_state != "never" else "state not saved"
+            kept = "saved; --resume continues" if self.args.keep_state != "never" else "--keep-state never"
             log("stopped", f"at step {self.step}, {kept}")
             sys.exit(EXIT_STOPPED)
 
@@ -212,12 +212,13 @@ class Run:
         return better
 
     def finish(self, text):
-        """End the run: remove the files that only an unfinished run needs. Print `text` (such as the final
-        score), the duration of the run and its peak memory use."""
+        """End the run: delete what only an unfinished run needs; print `text`, duration and peak memory."""
         if self.rank == 0:
             (self.out / out.UNFINISHED).unlink(missing_ok=True)
-        if self.rank == 0 and self.args.keep_state == "running":
-            (self.out / "state.pt").unlink(missing_ok=True)
+            for name in ("tokens", "guide-tokens"):            # folders of tokenise_table
+                shutil.rmtree(self.out / name, ignore_errors=True)
+            if self.args.keep_state == "running":
+                (self.out / "state.pt").unlink(missing_ok=True)
         minutes, seconds = divmod(round(self.clock.seconds()), 60)
         log("done", f"{text}{minutes} min {seconds} s, peak {peak_gb(self.device):.1f} GB")
 

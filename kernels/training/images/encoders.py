@@ -70,8 +70,8 @@ def read_mean_std(name):
 
 def read_size(name):
     """Return the side in pixels of the input images of a model, as saved in its folder; 224 if not saved."""
-    prepared = read_json(name, "preprocessor_config.json") if Path(name).is_dir() else {}
-    return prepared.get("size", {}).get("shortest_edge", 224)
+    size = read_json(name, "preprocessor_config.json").get("size", 224) if Path(name).is_dir() else 224
+    return size.get("shortest_edge", 224) if isinstance(size, dict) else size  # a number in older files
 
 
 class ImageEncoder(nn.Module):
@@ -98,7 +98,7 @@ class ImageEncoder(nn.Module):
 
     def forward(self, views):
         """Return the head's output (n, D) float32 for views (n, 3, S, S) in [0, 1]. With --chunk-size, views
-        are encoded in chunks, and gradients are those of the full batch (GradCache)."""
+        are encoded in chunks (GradCache); a batch norm then uses the statistics of one chunk at a time."""
         chunks = views.split(self.chunk_size or len(views))
         module = self if self.chunk_size else None
         return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)

@@ -98,7 +98,7 @@ def evaluate_model(args, script, crops, linear_probe):
         fail("--evaluate: expected labelled test images, in --data or --dev, and in addition either labelled "
              "training images in --data, or a --model with a classifier")
     run = Run(args, script)
-    encoder = load_image_encoder(args.model, images.is_small)
+    encoder = load_image_encoder(args.model)
     model = ImageEncoder(encoder, head, run, *encoders.read_mean_std(args.model)).to(run.device)
     images.to_device(run)
     scores = {}

@@ -99,10 +99,9 @@ def replace_words(text, words, kinds, rate, wordnet, rng):
 
 
 def save_triples(triples, run):
-    """Write the triples to --save-triples, if this file does not exist. A resumed run never writes: its flags
-    are read from args.json, and the args.json of a downloaded folder could name any path."""
+    """Write the triples to --save-triples, if this file does not exist."""
     path = run.args.save_triples
-    if path and run.rank == 0 and not run.args.resume and not Path(path).exists():
+    if path and run.rank == 0 and not Path(path).exists():
         write_triples(triples, path)
 
 

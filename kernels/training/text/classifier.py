@@ -122,7 +122,7 @@ def read_table_with_names(path, names):
 
 
 def load_model(args, run):
-    """Load --model and its tokenizer. If --model has no trained head for these labels, make a new head."""
+    """Load --model and its tokenizer. Keep a trained head that has as many outputs, else make a new head."""
     torch.manual_seed(args.seed)                               # for the weights of a new head
     head = dict(problem_type="regression", num_labels=1)
     if args.labels:
@@ -136,7 +136,8 @@ def load_model(args, run):
     if args.max_length > longest:
         fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")
     model.tokenizer, model.bf16 = tokenizer, run.bf16
-    log("model", f"{args.model}, {sum(w.numel() for w in model.parameters()) / 1e6:.1f} M parameters")
+    head = "new" if model.missing or args.model == "scratch" else "trained"
+    log("model", f"{args.model}, {model.num_parameters() / 1e6:.1f} M parameters, {head} classifier")
     return model.to(run.device).train()
 
 

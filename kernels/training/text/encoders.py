@@ -206,7 +206,7 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
 
     default_use     "keep", "train-only", or None for no head
     pooler          the pretrained pooler as a head, or None
-    returns         (head, origin "new" | "saved" | "pooler", use "keep" | "train-only"), or three times None
+    returns         (head, origin "new" | "saved" | "pooler", use "keep" | "train-only"), or three Nones
     """
     asked = {*(getattr(args, "head", None) or [])}
     if {"keep", "train-only"} <= asked or {"new", "pooler"} <= asked:

@@ -58,7 +58,7 @@ def spearman(a, b):
 @torch.no_grad()
 def evaluate(model, pairs, impl="auto"):
     """Score a model on pairs, without truncation to --max-length. Return {"spearman": 100 ρ} and, as in Wang
-    and Isola 2020, "alignment" of pairs with a score above 4 of 5, "uniformity" of the distinct sentences."""
+    and Isola 2020, "alignment" of pairs scored above 4 (if none has above 5), "uniformity" of sentences."""
     z, indices = model.embed([pair[side] for side in (0, 1) for pair in pairs])
     z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)
     one, two = z[indices].double().chunk(2)
