@@ -34,7 +34,7 @@ for --form code.
 Departures from the released code, for both values of --form:
 - The released code cuts the joined texts into blocks of 254 tokens; this script takes each row as one text.
 - The released code puts one space between any two words; this script keeps the spaces as they are.
-- The released code inflects words with lemminflect; this script uses WordNet's irregular forms and rules.
+- The released code takes inflected and random words from other packages; this script takes them from WordNet.
 - The released code keeps rows in which a copy equals the original; this script skips them.
 - The released code averages losses over the tokens of each GPU; this script averages over those of all GPUs.
 - The released script starts from random weights; this script starts from --model.
@@ -42,7 +42,7 @@ Departures from the released code, for both values of --form:
     vector of a text    tanh(W h + b) instead of h
     CTS                 two logistic losses, of h·h_syn / D and of h·h_ant / D, where D is the dimension of h
     RTD                 a deeper head with three classes (kept, synonym, antonym), trained only on words that
-                        could be replaced
+                        could be replaced (if the data have 3 columns, on all words)
 """
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def make_parser():
     add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
     add("--tagger", group="data", reads="model",
         help="part-of-speech tagger: the name of a spaCy model, or lexicon, which looks words up in "
-             "WordNet; default en_core_web_sm, or lexicon if spaCy is not installed")
+             "WordNet; default en_core_web_sm, or lexicon if spaCy or this model is missing")
     add("--save-triples", group="data", metavar="PATH",
         help="save the generated triples to this new .csv file, which can later be used as --data")
     add("--synonym-rate", type=ratio,
@@ -115,13 +115,14 @@ def load_data(path, args):
     if len(cells) not in (1, 3, 5):
         expected = "1 (text), 3 (original, synonym, antonym) or 5 (and synonym_words, antonym_words)"
         fail(f"{path} {place}: {len(cells)} columns, expected {expected}")
+    for name in ("wordnet", "tagger", "save_triples", "synonym_rate", "antonym_rate"):
+        if len(cells) > 1 and getattr(args, name) is not None:
+            fail(f"--{name.replace('_', '-')}: {path} already holds triples; leave the flag out")
     fill_defaults(args, FORMS[args.form] | (SCRATCH if args.model == "scratch" else {}))
     log("cline", f"{args.form}: {describe_table(table, header)}")
     log_first_row(table)
     if len(cells) == 1:
         return [cells[0] for _, cells in table], triple_files.load_wordnet(path, args)
-    if args.save_triples:
-        fail(f"--save-triples {args.save_triples}: {path} already holds triples; leave the flag out")
     return [read_triple(cells, f"{path} {place}") for place, cells in table], None
 
 
@@ -194,13 +195,13 @@ def replaced_token_loss(logits, labels, form="paper"):
 
     logits      any float type. "paper": (rows, L), the logit of "this token was replaced" | "code": (rows,
                 L, 3), logits of kept, replaced in a synonym text, replaced in an antonym text
-    labels      (rows, L) integers: −100 for tokens that do not count, 0 for kept tokens, above 0 for replaced
-                tokens; "code" needs the classes 0 to 2
+    labels      integers (rows, L), or another shape of up to 8 dimensions: −100 for tokens that do not count,
+                0 for kept tokens, above 0 for replaced tokens; "code" needs the classes 0 to 2
     returns     scalar, float32 (float64 for float64 input); 0 with gradient 0 if no token counts
     source      Wang et al. 2021, L_RTD; kandorm/CLINE
     """
     checks.check_choice("form", form, "paper", "code")
-    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2         # labels: 1 to 8 dimensions
+    dimensions = max(1, labels.ndim) if torch.is_tensor(labels) else 2
     letters = " ".join("abcdefgh"[:dimensions])
     shape = f"{letters} three" if form == "code" else letters
     check_rows(labels=(labels, letters, int), logits=(logits, shape), three=3)
@@ -230,7 +231,7 @@ def total_loss(losses, log_variances, share=1.0):
     checks.check_scalars("log_variances", log_variances)
     if len(losses) != len(log_variances):
         raise ValueError(f"log_variances: found {len(log_variances)}, expected {len(losses)}, one per loss")
-    floored = [s.where(s >= 0, 0) for s in log_variances]      # slope 1 at 0; clamp's is 0 since torch 2.15
+    floored = [s.where(s >= 0, 0) for s in log_variances]      # slope 1 at 0; clamp: 0 since torch 2.14
     return sum(torch.exp(-s) * loss + share * f for loss, s, f in zip(losses, log_variances, floored))
 
 
@@ -303,7 +304,7 @@ def evaluate_triples(model, rows, args):
 
 
 def evaluate_and_save(model, held_out, run, args):
-    """Score the held-out rows, and save the model. The last model is kept, not the best one (paper)."""
+    """Score the held-out rows, and save the model: the last one is kept, not the best (released code)."""
     scores = evaluate_triples(model, held_out, args) if held_out else {}
     if run.should_save(scores):
         save(model, run)

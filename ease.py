@@ -39,8 +39,8 @@ Departures from the released code:
   - Under torchrun the released code fails because it does not gather the entities; this script gathers them.
   - The released code keeps the last checkpoint; this script keeps the one with the best --dev score.
 --form code follows the released code in all other points: W has a bias and is followed by tanh; w is 1; the
-batch is divided into groups of 8 rows, and all negatives come from the sentence's own group; an entity that
-equals the sentence's entity is a negative; hard negatives are sampled once, not in every epoch.
+rows of each GPU are divided into groups of 8, and all negatives come from the sentence's own group; an entity
+that equals the sentence's entity is a negative; hard negatives are sampled once, not in every epoch.
 """
 import math
 import random
@@ -82,12 +82,13 @@ def make_parser():
         help="τ, temperature of the entity loss; default 100 (paper), 0.1 with --model scratch")
     add("--hard-negatives", type=at_least(0, int),
         help="number of hard negatives per sentence; default 1 (paper), or 0 if the data have none")
-    parser.add_shared("--hard-negative-weight", shown="0 (paper), 1 with --form code", type=at_least(-5))
+    parser.add_shared("--hard-negative-weight", shown="0 (paper), 1 with --form code",
+                      type=at_least(-5, most=80))              # exp(w) must not overflow
     add("--equal-entities", choices=("mask", "keep"),
         help="mask or keep negatives that are the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
-        help="divide the batch into groups of this many rows; a sentence's negatives come from its group; "
-             "default the whole batch, 8 with --form code")
+        help="divide each GPU's rows into groups of this many rows; a sentence's negatives come from its "
+             "group; default the whole batch, 8 with --form code")
     add("--entity-vectors", group="model", reads="vectors",
         help="initial entity vectors E: a text file of Wikipedia2Vec, also .gz or .bz2; default random")
     add("--entity-map", group="model", choices=("linear", "tanh", "none"),
@@ -115,7 +116,7 @@ COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "ent
 
 
 def load_data(path, args):
-    """Return [(place, (text,))] and make_records' (records, titles). Set the flags that were not given."""
+    """Return [(place, (text,))], records and titles (see make_records). Set the flags that were not given."""
     header, table = read_table(path, join=True)
     names = [normalise_name(name) for name in header or []]
     column_of = {kind: names.index(normalise_name(name)) for name, kind in COLUMNS.items()
@@ -127,8 +128,6 @@ def load_data(path, args):
     code = CODE_DEFAULTS if args.form == "code" else {}
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
     fill_defaults(args, PAPER_DEFAULTS | code | scratch | dict(hard_negatives=1 if source else 0))
-    if args.hard_negative_weight > 80:                         # exp(w) must not overflow
-        fail(f"--hard-negative-weight {args.hard_negative_weight:g}: expected at most 80")
     if args.hard_negatives and not source:
         fail(f"--hard-negatives {args.hard_negatives}: {path} has no column negative_entity or entity_type")
     if not 2 <= args.batch_size <= len(table):
@@ -208,7 +207,7 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     hard_ids     (M, m) ids of the hard negatives, read only if entity_ids is given. A hard negative must not
                  have the id of its sentence's entity
     offset       row of entity, hard, entity_ids and hard_ids that belongs to this rank's first sentence
-    returns      scalar, float32 (float64 for float64 input); 0 for one sentence without hard negatives
+    returns      scalar, float32 (float64 for float64 input); 0 if no sentence has negatives
     source       Nishikawa et al. 2022, the entity contrastive objective
     """
     check_rows(offset, z=(z, "N D"), entity=(entity, "M D"), hard=(hard, "M m D", None),

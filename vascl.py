@@ -3,9 +3,9 @@ Ma, Arnold, Findings of ACL 2022, arXiv 2110.08552.
 
 The loss has two terms. The first is SimCLR's NT-Xent for two dropout views of each sentence. The second uses
 a virtual augmentation of sentence i: its embedding e_i plus a perturbation δ_i of length Δ. δ_i makes
-e_i + δ_i hard to tell from the nearest neighbours of i. These, N(i), are the K other sentences j of the batch
-with the largest e_i·e_j. The second term pulls e_i and e_i + δ_i together, and pushes both away from the
-neighbours. τ is the temperature, and g is a projection head that is dropped after training. With
+e_i + δ_i hard to tell from the nearest neighbours of i. The neighbours N(i) are the K other sentences j of
+the batch with the largest e_i·e_j. The second term pulls e_i and e_i + δ_i together, and pushes both away
+from the neighbours. τ is the temperature, and g is a projection head that is dropped after training. With
 z_i = g(e_i) / |g(e_i)|, z*_i = g(e_i + δ_i) / |g(e_i + δ_i)| and P_i = exp(z_i·z*_i / τ):
 
     L = NT-Xent of the vectors z of both views
@@ -75,7 +75,7 @@ def make_parser():
     add("--neighbours", type=at_least(1, int), default=16,
         help="K, number of nearest neighbours of a sentence; default 16 (paper)")
     add("--radius", type=at_least(0),
-        help="Δ, length of the perturbation δ; 0: no second loss term; default 15 (released code), 0.2 with "
+        help="Δ, length of the perturbation δ; 0: no second loss term; default 15 with --form code, 0.2 with "
              "--model scratch")
     add("--relative-radius", type=at_least(0),
         help="Δ as a multiple of the mean distance of embeddings from their batch mean, instead of --radius; "
@@ -185,7 +185,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     head         as in neighbourhood_loss; the head gets no gradient, and its buffers do not change
     neighbours   as in neighbourhood_loss
     noise        (N, D) random vectors of any norm: first directions of δ, Gaussian (paper) or uniform (code)
-    radius       Δ, the length of each row of δ, except that a row with gradient 0 gets δ = 0
+    radius       Δ, the length of each row of δ; a row whose gradient is tiny (1e-8 or less) is shorter
     steps        gradient steps, each of which replaces the direction of δ; 0 keeps the direction of the noise
     form         "paper" | "code": both give the same δ for the same noise
     gather       as in neighbourhood_loss
@@ -209,14 +209,15 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
         negatives = (others[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        # len(others) counts the rows of all ranks: so 1e-8 in unit() has the same effect on 1 rank as on many
+        # divide by the rows of all ranks, so that 1e-8 in unit() has the same effect on any number of ranks
         loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).sum() / len(others)
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
 
 
 def nearest_neighbours(e, k, *, gathered=None, offset=0, impl="auto"):
-    """Return N(i), (N, K) int64: of M rows, the K = min(k, M − 1) others with largest e_i·e_j, largest first.
+    """Return N(i) of each row i, (N, K) int64, nearest first: the K = min(k, M − 1) rows j ≠ i with the
+    largest e_i·e_j.
 
     e           (N, D) embeddings of this rank, any float type, not normalised
     gathered    (M, D) embeddings of all ranks; N(i) are row numbers of gathered. None: e has all rows
@@ -297,8 +298,8 @@ def main(argv=None):
     evaluator = Evaluator(args)
     run = Run(args, __file__)
     model = build_model(args, run)
-    groups = [dict(params=model.encoder.parameters()),
-              dict(params=model.projection.parameters(), lr=args.head_lr)]
+    rest = [weight for name, weight in model.named_parameters() if not name.startswith("projection.")]
+    groups = [dict(params=rest), dict(params=model.projection.parameters(), lr=args.head_lr)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=True)
     total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)

@@ -178,7 +178,7 @@ def replaced_token_loss(logits, labels, form):
 
 
 def total_loss(losses, log_variances):
-    return ((-log_variances).exp() * losses + log_variances.clamp(min=0)).sum()
+    return ((-log_variances).exp() * losses + log_variances.where(log_variances >= 0, 0)).sum()
 
 
 def tacl_loss(student, teacher, masked, attention_mask, temperature, form, similarity="cosine"):
