@@ -284,15 +284,3 @@ def ood_contrastive_loss(z, z_adv, labels, temperature, form):
         a = alike.masked_fill(torch.eye(len(x), dtype=torch.bool), 0) + across
         loss = loss - ((a / a.sum(1, keepdim=True)).log() * same).sum(1) / same.sum(1)
     return loss.mean()
-
-
-def child_gradient(gradient, mask, mode, p):
-    gradient = gradient.detach()
-    return gradient * mask / p if mode == "F" else gradient * mask
-
-
-def fisher_information(weight, rows, labels):
-    """Return the Fisher information of a linear classifier's weight (C, D), from batches of one row."""
-    squares = [torch.autograd.grad(cross_entropy(x[None] @ weight.T, y[None]), weight, retain_graph=True)[0]
-               for x, y in zip(rows, labels)]
-    return torch.stack(squares).square().mean(0).detach()

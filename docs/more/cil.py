@@ -21,7 +21,7 @@ Data: OpenNRE's JSON lines, one sentence each, with a head entity h and a tail e
 The relation NA (or no_relation) means that no relation is known. In training, the sentences of a bag
 have the same ids and the same relation. In evaluation, they have the same ids, and any relations.
 
-Expected: the scores on --dev rise. Evaluation ranks all (bag, relation) pairs by probability. In percent:
+Expected: scores on --dev rise. Evaluation ranks (bag, relation) pairs except NA by probability. In percent:
 auc is the area under the precision-recall curve, f1 the best F1, p@100 the precision of the first 100 pairs.
 Published: auc 50.8 on NYT10-D (label of a curve in the released code, whose nearest match is --form code).
 
@@ -121,7 +121,8 @@ def build_model(args, run, relations, texts=None):
     model.sentence, model.classifier = model.heads
     if saved == relations:
         model.heads.load_state_dict(load_file(heads))
-    log("model", f"{describe_model(model, args)}, {len(relations)} relations, including NA")
+    kind = "saved" if saved == relations else "new"
+    log("model", f"{describe_model(model, args)}, {kind} heads for {len(relations)} relations, including NA")
     return model.to(run.device)
 
 

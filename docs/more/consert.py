@@ -12,7 +12,7 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s
     python docs/more/consert.py --recipe simcse --views crop crop --data wiki1m.txt --dev stsb-dev.tsv
 
 --views names the change of each view:
-    dropout              changes nothing: only the encoder's dropout acts on the view (--dropout)
+    dropout              changes nothing: only the encoder's dropout acts, if you give --dropout above 0
     feature_cutoff       sets a fraction of the features to 0, the same features for all tokens of a text
     token_cutoff         sets all features of a fraction of the tokens to 0
     embedding_dropout    sets a fraction of all entries of the token embeddings to 0
@@ -26,9 +26,9 @@ Data: a .txt file with one sentence per line, or a table with one column (senten
 and positives). --dev, --test: columns sentence1, sentence2, score, or those of --dev-columns.
 
 Published result of BERT-base: 72.74 after and 53.86 before training (mean Spearman × 100 of seven STS test
-sets; use --evaluate --pooling avg_top2). The second command above repeats this training if sts.txt contains
-the sentences of the seven test sets, without labels. --recipe simcse uses the loss and optimizer of SimCSE;
-the SimCSE paper compares the views crop, delete and synonym.
+sets; use --evaluate --pooling avg_top2). The second command above uses the settings of this training if
+sts.txt contains the 89,192 sentences of all splits of the seven data sets, without scores. --recipe simcse
+uses the loss and optimizer of SimCSE; the SimCSE paper compares the views crop, delete and synonym.
 
 Departures from the released code: the loss is the paper's mean over all anchors, not 0.15 times (mean over
 first views + mean over second views). Only the released code stops after ten evaluations without progress.

@@ -21,9 +21,9 @@ columns of --data.
 Expected: the score on --dev rises. docs/results.md lists scores of our runs.
 --form code follows the released code where it differs from the papers:
     R-Drop    L = (CE1 + CE2) / 2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), with KL summed over the batch
-    Zeng      SCL of the first stage takes one logarithm per pair of texts; see ood_contrastive_loss
-Departures in both forms: SCL is a mean over the texts that have a positive; in the paper, it is a sum. One
-learning-rate schedule covers --ood-epochs and --epochs. Steps whose gradient is not finite are skipped.
+    Zeng      SCL of the first stage adds both views of a text inside one logarithm; see ood_contrastive_loss
+Departures in both forms: SCL is a mean, not a sum, over the texts with a positive. --steps does not count
+--ood-epochs, but the learning-rate schedule does. Steps whose gradient is not finite are skipped.
 """
 import math
 import os
@@ -52,7 +52,7 @@ def make_parser():
     run_flags(
         parser, model="bert-large-cased", dev=None, out="out/finetune", form="paper",
         max_length=(128, "128, for both texts of a pair together, also of --dev"),
-        temperature=(None, "0.3 with --supcon-weight (ours), 0.1 in --ood-epochs (released code)"),
+        temperature=(None, "0.3 with --supcon-weight (ours), 0.1 in --ood-epochs (released code); else none"),
         batch_size=16, epochs=(None, "3, or 12 with --model scratch"),
         lr=(None, "4e-5, or 2e-3 with --model scratch; linear decay to 0"),
         weight_decay=(0.01, "0.01; always 0 for biases and norms"), eval_every=(None, "one epoch"))

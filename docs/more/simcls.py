@@ -99,9 +99,11 @@ def load_data(path, args):
     return table
 
 
-def load_dev(path):
+def load_dev(path, columns=None):
     """Read a file of --dev. Return [(text, [candidates], [scores] or None)], without the references."""
     header, table = read_table(path, empty_cell, roles=ROLES | SCORES)
+    if columns and not header:
+        fail(f"{path}: --columns is for --data only; expected the header text, reference, candidate, ...")
     scored, rows = bool(header) and header[-1].split()[0] == "scores", []
     for place, (text, _, *candidates) in table:
         scores = candidates.pop().split() if scored else None
@@ -124,12 +126,10 @@ def build_model(args, run):
 def make_batch(tokens, picked, model, args):
     """Return the batch of the rows whose numbers are in `picked`. Truncation keeps candidates' last token."""
     most = args.candidate_length
-
-    def cut(ids):
-        return ids if len(ids) <= most else np.append(ids[: most - 1], ids[-1])
-
     text, reference, *candidates = tokens.views(picked, args.count)
-    return model.batch(text, reference, *([*map(cut, view)] for view in candidates))
+    candidates = [[ids if len(ids) <= most else np.append(ids[: most - 1], ids[-1]) for ids in view]
+                  for view in candidates]
+    return model.batch(text, reference, *candidates)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,8 +141,7 @@ def ranking_loss(scores, reference, margin=0.01, form="paper"):
     scores      (B, C) scores of the C candidates of B texts, from best to worst, any float type
     reference   (B,) score of each text's reference, of the same dtype as scores
     margin      λ, margin between consecutive candidates
-    form        "paper" | "code", see the top of this file. With "code", all distances j − i have the same
-                total weight. There are fewer pairs at a large distance, so each of these pairs weighs more
+    form        "paper" | "code": see the top of this file
     returns     scalar
     source      Liu and Liu 2021, arXiv 2106.01890
     """
@@ -203,10 +202,10 @@ def describe(scores):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        rows = load_dev(args.dev or args.data)
+        rows = load_dev(args.dev or args.data, args.columns)
         model = build_model(args, Run(args, __file__))
         return log("dev", f"{describe(evaluate(model, rows))}  {args.dev or args.data}")
-    table, dev = load_data(args.data, args), load_dev(args.dev) if args.dev else []
+    table, dev = load_data(args.data, args), load_dev(args.dev, args.columns) if args.dev else []
     run = Run(args, __file__)
     model = build_model(args, run)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)

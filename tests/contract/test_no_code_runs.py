@@ -39,11 +39,9 @@ pickled = lambda bomb, old: pickle.dumps(bomb, 2)
 archive = lambda bomb, old: written(torch.save, bomb)
 in_state = lambda part: lambda bomb, old: written(torch.save, torch.load(io.BytesIO(old)) | {part: bomb})
 objects = lambda bomb: np.array([bomb] * 16, object)
-npy = lambda bomb, old: written(lambda value, file: np.save(file, value), objects(bomb))
 npz = lambda bomb, old: written(lambda value, file: np.savez(file, images=value), objects(bomb))
-npy_header = lambda bomb, old: b"\x93NUMPY\x01\0\0\1" + f"exec({bomb.text!r})".ljust(256).encode()
-cifar = lambda protocol: lambda bomb, old: pickle.dumps(
-    {b"batch_label": bomb, b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8}, protocol)
+cifar = lambda bomb, old: pickle.dumps(
+    {b"batch_label": bomb, b"data": np.zeros((16, 3072), np.uint8), b"labels": [0, 1] * 8}, 5)
 settings = lambda **more: lambda bomb, old: with_settings(**more)(old)
 # careless readers: functions that open the file at a path and run the program in it
 trust = lambda kind: lambda path: getattr(transformers, kind).from_pretrained(
@@ -51,7 +49,6 @@ trust = lambda kind: lambda path: getattr(transformers, kind).from_pretrained(
 unpickle = lambda path: torch.load(io.BytesIO(path.read_bytes()), weights_only=False)
 read_images = lambda path: np.load(path, allow_pickle=True)["images"]
 import_own = lambda path: runpy.run_path(path.with_name("own.py"))
-evaluate = lambda path: eval(path.read_bytes()[10:])
 
 OWN = dict.fromkeys([f"Auto{kind}" for kind in "Config Model ModelForMaskedLM ModelForSequenceClassification "
                      "ImageProcessor".split()], "own.Own")
@@ -79,12 +76,8 @@ INPUTS = [
     ("ease --model bert --evaluate --dev sts.tsv", "bert/dense/pytorch_model.bin", archive, unpickle, DENSE),
     ("simclr --finetune few.npz --model net", "net/head.safetensors", pickled, unpickle),
     (HALF, "half/state.pt", pickled, unpickle), (HALF, "half/state.pt", in_state("random"), unpickle),
-    (HALF, "half/args.json", pickled, unpickle),
-    (HALF, "half/simcse.py", lambda bomb, old: bomb.text, runpy.run_path),     # the script's copy in --out
     ("moco --data a.npz", "a.npz", npz, read_images),
-    ("simclr --data a.npy", "a.npy", npy_header, evaluate),
-    *(("simclr --data cifar", "cifar/data_batch_1", cifar(protocol), read_images) for protocol in (0, 5)),
-    ("ease --entity-vectors a.npy", "a.npy", npy, read_images)]
+    ("simclr --data cifar", "cifar/data_batch_1", cifar, read_images)]
 each_input = pytest.mark.parametrize("number", range(len(INPUTS)), ids=lambda i: ", ".join(INPUTS[i][:2]))
 
 

@@ -5,7 +5,6 @@ Formulas are those of the papers (form="paper") and of the authors' released cod
 import pytest
 import torch
 
-import childtuning
 import cline
 import dclr
 import ease
@@ -53,19 +52,6 @@ def nearest_products(e, impl):
 
 def sup_con_loss(features, **arguments):
     return formulas.sup_con_loss(features, **arguments, normalize=True)
-
-
-def child_gradient(gradient, mask, mode, p):
-    return childtuning.child_gradients([gradient.detach()], [mask], mode, p)[0]
-
-
-def fisher_information(weight, rows, labels):
-    model = torch.nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
-    model.weight.data = weight.detach()
-    batches = [(x[None], y[None]) for x, y in zip(rows.detach(), labels)]
-    found = childtuning.fisher_information(
-        model, batches, lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1]))
-    return found["weight"]
 
 
 CASES = {
@@ -122,12 +108,7 @@ CASES = {
         *cases(finetune.supcon_loss, formulas.supcon_loss, dict(z=MANY), dict(z=MANY[:, :1], labels=IDS),
                labels=LABELS, temperature=0.3),
         *cases(finetune.ood_contrastive_loss, formulas.ood_contrastive_loss, PAPER, CODE,
-               z=E, z_adv=Y, labels=LABELS, temperature=0.3)],
-    "childtuning": [
-        *cases(child_gradient, formulas.child_gradient, dict(mode="F"), dict(mode="D"),
-               gradient=X, mask=Y > 0, p=0.3),
-        *cases(fisher_information, formulas.fisher_information, {},
-               weight=numbers(4, 8, seed=11), rows=X, labels=LABELS)]}
+               z=E, z_adv=Y, labels=LABELS, temperature=0.3)]}
 
 
 @pytest.mark.parametrize("name", CASES)

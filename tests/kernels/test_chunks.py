@@ -47,9 +47,11 @@ def test_activations_of_one_chunk_exist_at_a_time():
         assert not embed_in_chunks(embed, torch.randn(12, 6).split(3), layer).requires_grad
 
 
-@pytest.mark.parametrize("change", [nn.Module.eval, lambda layer: layer.weight.add_(1)])
+@pytest.mark.parametrize("change", [nn.Module.eval, lambda layer: layer.weight.add_(1),
+                                    lambda layer: layer.bias.add_(1)])         # the bias is frozen
 def test_changes_before_backward_are_refused(change):
     layer = nn.Linear(6, 5)
+    layer.bias.requires_grad_(False)
     loss = embed_in_chunks(layer, torch.randn(8, 6).split(3), layer).square().sum()
     with torch.no_grad():
         change(layer)

@@ -169,6 +169,7 @@ def test_common_words_are_replaced_and_chosen():
     assert weights == pytest.approx(expected, abs=1e-6)
     edited = [editor.edit("the dog cat", random.Random(seed)).split() for seed in range(50)]
     assert {words[2] for words in edited} == {"cat"} and {words[0] for words in edited} > {"the"}
+    assert WordEditor(["the cat"]).edit("cat", random.Random(0))                   # all weights are equal
 
 
 @both_forms
@@ -189,5 +190,6 @@ def test_precision_recall(bags, relations, missing, form):
     at = {f"p@{n}": 100 * points[n - 1 + more][0] for n in (100, 200, 300) if n + more <= len(points)}
     mean = {"p_mean": sum(at.values()) / 3} if len(at) == 3 else {}
     found = precision_recall(scores, facts, total, form)
-    del found["curve"]                                         # for a plot, not tested
+    curve = [[p for p, r in points if r > level / 100 - 1e-9][:1] for level in range(1, 101)]
+    assert found.pop("curve") == pytest.approx(sum(curve, []))
     assert found == pytest.approx(expected | at | mean)

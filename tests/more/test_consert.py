@@ -1,4 +1,5 @@
 """Test consert.py: changes of the word embeddings in a view, the loss, and adversarial noise."""
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,10 @@ from transformers import AutoModel
 import consert
 import loss_formulas as formulas
 from consert import ViewMaker, changed_embeddings, cutoff
+from kernels.training.papers.cline_wordnet import WordNet, tag_words
 from kernels.training.text.encoders import build_encoder
 from kernels.training.text.tokens import tokenise
-from running import NLI, ONE_BATCH, SENTENCES, embed_saved, run_text
+from running import DATA, NLI, ONE_BATCH, SENTENCES, embed_saved, run_text
 
 
 @pytest.mark.parametrize("name, rate, zeroed", [
@@ -113,3 +115,16 @@ def test_noise_is_along_the_gradient(bert):
         return consert.compute_loss(model, scaled, 7, args)[0].item()
 
     assert loss(1) > loss(0.1) > loss(0) > loss(-0.1)
+
+
+def test_views_that_change_words():
+    """crop keeps neighbouring words, delete keeps the order. At least one word changes; one word stays."""
+    rng, words, wordnet = random.Random(0), [*"abcdefghij"], WordNet(DATA / "wordnet")
+    crops, rests = ({"".join(consert.remove_words(words, name, 0.3, rng)) for _ in range(200)}
+                    for name in ("crop", "delete"))
+    assert crops == {"abcdefg", "bcdefgh", "cdefghi", "defghij"} and len(rests) > 50
+    assert {len(rest) for rest in rests} == {7} and all([*rest] == sorted(rest) for rest in rests)
+    assert consert.remove_words(["a"], "crop", 0.9, rng) == ["a"]
+    tagged, = tag_words(["Two dogs ran again."], None, wordnet)
+    found = {consert.replace_by_synonyms("Two dogs ran again.", tagged, 0.0, wordnet, rng) for _ in range(50)}
+    assert found == {"Two hound ran again.", "Two dogs ran once more."}

@@ -25,6 +25,7 @@ def test_loss_of_two_passes(form, monkeypatch):
     found, _ = finetune.compute_loss(None, ({}, labels), 3, args)
     supcon = formulas.supcon_loss(z.transpose(0, 1), labels, 0.3)
     torch.testing.assert_close(found, 0.8 * formulas.rdrop_loss(*logits, labels, 0.7, form) + 0.2 * supcon)
+    assert finetune.supcon_loss(z[:1].transpose(0, 1), torch.arange(3)) == 0   # no text has a positive
 
 
 def test_adversarial_view(bert):
@@ -112,5 +113,7 @@ def test_contrast_set(monkeypatch):
     data = dict(original=[([0.0, 1.0], 1), ([1.0, 0.0], 0), ([2.0, 1.0], 1), ([0.0, 3.0], 1)],
                 edited=[([0.0, 1.0], 0), ([1.0, 0.0], 0), ([2.0, 1.0], 0), ([0.0, 3.0], 1)])
     args = SimpleNamespace(contrast_set=["a.tsv", "b.tsv"], ood=None)
+    monkeypatch.setattr(finetune, "load_data", lambda path, _: [path])
+    assert finetune.load_test_sets(args) == dict(unseen=[], original=["a.tsv"], edited=["b.tsv"])
     found = finetune.score_test_sets(None, data, args)["contrast"]
     assert found == dict(original=75, edited=75, consistency=50)

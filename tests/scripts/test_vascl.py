@@ -61,6 +61,13 @@ def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, m
         torch.testing.assert_close(weight.grad.double(), gradient, rtol=1e-4, atol=1e-4)
 
 
+def test_a_saved_head_is_trained(tmp_path, bert):
+    flags = ["--batch-size", 4, "--steps", 1, "--lr", 0.1, "--model"]
+    first = run_text("simcse", tmp_path / "a", SENTENCES[:9], "--head", "keep", *flags, bert)
+    second = run_text("vascl", tmp_path / "b", SENTENCES[:9], "--neighbours", 3, *flags, first.args.out)
+    assert not torch.equal(first.model.head[0].weight, second.model.head[0].weight)
+
+
 def test_duplicates_are_dropped(tmp_path):
     """9 of 12 rows are distinct. With batches of 4, the third batch of an epoch would have one sentence and
     no negatives, so it is left out."""
