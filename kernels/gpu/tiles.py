@@ -338,8 +338,8 @@ def next_step(tile, tile_x, tile_y, d, tiles_x, tiles_y, D, TRIANGLE: tl.constex
 def round_to_tf32(x):
     """Return float32 x, rounded to the nearest TF32 number, ties to even. Tensor cores cut off 13 bits."""
     bits = x.to(tl.int32, bitcast=True)
-    half = tl.where(x == x, 0xFFF + ((bits >> 13) & 1), 0)     # added to the NaN 0x7FFFFFFF, it would give −0
-    return ((bits + half) & -0x2000).to(tl.float32, bitcast=True)
+    bits = tl.minimum(bits, 0x7FFFEFFF)                        # the NaN 0x7FFFFFFF would overflow to −0
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
