@@ -65,7 +65,7 @@ MISTAKES = [
     ("selfguided --data a.jsonl", {"a.jsonl": '{"text": "A"}\n{"text": \n'}, "a.jsonl line 2 | JSON"),
     ("cline --data a.txt", {"a.txt": b"A\nB\xe9\n"}, "a.txt line 2 | UTF-8"),
     ("cline --wordnet none", {}, "--wordnet none | data.noun"),
-    ("cline --data a.csv --synonym-rate 1", {"a.csv": "A,B,C\n" * 9}, "--synonym-rate | a.csv | triples"),
+    ("cline --data a.csv", {"a.csv": "A,B,C\n" * 9}, "--wordnet | a.csv | triples"),
     ("moco --v1 --blur 1", {}, "--blur 1 | --v1"),
     ("tacl --data few.txt", {}, "few.txt | 1 documents | at least 2"),
     ("simcse --dev a.tsv", {"a.tsv": "a\tb\t1\nA\tB\tfive\n"}, "a.tsv line 2 | five | from 0 to 5"),
