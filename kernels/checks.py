@@ -177,6 +177,12 @@ def check_scalars(name, xs):
         raise ValueError(f"{name}: found {describe(xs)}, expected a tensor (T,) or a list of 0-dim tensors")
 
 
+def refuse_second_derivative(what, advice="use impl='eager'"):
+    """Raise RuntimeError if this backward pass has create_graph=True: `what` has no second derivatives."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{what}: found create_graph=True, which second derivatives need; {advice}")
+
+
 def check_index(name, x, count, allowed=None):
     """Raise ValueError unless each entry of x is an index from 0 to count − 1, or equal to `allowed`.
 

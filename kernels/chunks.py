@@ -6,16 +6,16 @@ The loss L depends on the weights θ only through the embeddings z_1, ..., z_C o
 
 The term of chunk c depends on other chunks only through dL/dz_c, which is as small as z_c (Gao, Zhang, Han,
 Callan 2021, arXiv 2101.06983). So the forward pass drops the activations of each chunk. The backward pass
-embeds the chunks again, one by one, and backpropagates through each. The price is one more forward pass.
+embeds the chunks again, one by one, and adds the term of each chunk to .grad before it embeds the next one.
+The price is one more forward pass.
 """
-import contextlib
-import functools
+import dataclasses
+from collections.abc import Mapping
 
+import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-from .checks import check_callable, describe
+from .checks import check_callable, describe, refuse_second_derivative
 from .gather import cat_rows
 
 
@@ -29,12 +29,14 @@ def embed_in_chunks(embed, chunks, module):
              `random` and generators of your own are not repeated
     chunks   list of chunks, such as tensor.split(size), which must not change before backward. Backward goes
              from the last chunk to the first
-    module   torch.nn.Module with the parameters that embed uses; None: store all activations, as for a plain
-             torch.cat. A batch norm layer uses the statistics of one chunk at a time, like a GPU without
-             synchronised batch norm, and updates its running statistics once per chunk
+    module   torch.nn.Module with the parameters that embed uses; loss.backward() adds to their .grad once per
+             chunk. None: store all activations, as for a plain torch.cat. A batch norm layer uses the
+             statistics of one chunk at a time, like a GPU without synchronised batch norm, and updates its
+             running statistics once per chunk
     returns  (Σ n, D) embeddings of all chunks
     raises   RuntimeError in backward if a parameter or the training mode of the module has changed, or a
-             tensor of a chunk (also inside tuples, lists and dicts)
+             chunk (also inside tuples, lists, mappings and dataclasses); for second derivatives
+             (create_graph=True); and for torch.autograd.grad, which does not fill .grad
     source   Gao et al. 2021, section 3.2
     """
     check_callable("embed", embed)
@@ -47,15 +49,13 @@ def embed_in_chunks(embed, chunks, module):
     if module is None or not torch.is_grad_enabled() or len(chunks) == 1:
         return concatenate([embed_chunk(embed, chunk) for chunk in chunks])
     weights = [*module.parameters()]
-    if not any(weight.requires_grad for weight in weights):
+    trained = next((weight for weight in weights if weight.requires_grad), None)
+    if trained is None:
         raise ValueError("module: no parameter requires a gradient; for a frozen module pass module=None")
-    # weights[0] is passed for its device only: checkpoint saves the random states of its arguments' devices
-    return concatenate([checkpoint(embed_chunk, embed, chunk, weights[0], use_reentrant=False,
-                                   context_fn=functools.partial(contexts, module, (weights, chunk)))
-                        for chunk in chunks])
+    return concatenate([EmbedChunk.apply(embed, chunk, module, weights, trained) for chunk in chunks])
 
 
-def embed_chunk(embed, chunk, parameter=None):
+def embed_chunk(embed, chunk):
     """Return embed(chunk); raise ValueError if it is a vector: torch.cat would join vectors into one."""
     z = embed(chunk)
     if not isinstance(z, torch.Tensor) or z.dim() < 2:
@@ -64,28 +64,69 @@ def embed_chunk(embed, chunk, parameter=None):
     return z
 
 
-def contexts(module, used):
-    """Return two context managers, in which a chunk is embedded: one for forward, one for backward.
+class EmbedChunk(torch.autograd.Function):
+    """Embed a chunk without storing activations. Backward embeds the chunk again, and adds to .grad.
 
-    used  nested lists and dicts with the tensors that must not change before backward. On exit, the second
-          context restores the module's buffers, such as running statistics
+    weights  the parameters of the module
+    trained  one of them, which requires a gradient: without such an input, autograd would not call backward
     """
-    def state():
-        tensors = [x for x in tree_leaves(used) if isinstance(x, torch.Tensor) and not x.is_inference()]
-        return module.training, [x._version for x in tensors]
 
-    @contextlib.contextmanager
-    def second(before):
-        if state() != before:
+    @staticmethod
+    def forward(ctx, embed, chunk, module, weights, trained):
+        kind = trained.device.type
+        ctx.embed, ctx.chunk, ctx.module, ctx.weights, ctx.device = embed, chunk, module, weights, trained.device
+        ctx.autocast = dict(device_type=kind, dtype=torch.get_autocast_dtype(kind),
+                            enabled=torch.is_autocast_enabled(kind))
+        ctx.random_state = random_state(ctx.device)
+        ctx.before = module.training, version(weights), version(chunk)
+        with torch.autocast(**ctx.autocast, cache_enabled=False):    # cached weights would have no gradient
+            return embed_chunk(embed, chunk)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        refuse_second_derivative("embed_in_chunks", "pass module=None")
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("embed_in_chunks: found torch.autograd.grad, or backward(inputs=...); expected "
+                               "loss.backward(), which adds to .grad of the module's parameters")
+        if (ctx.module.training, version(ctx.weights), version(ctx.chunk)) != ctx.before:
             raise RuntimeError("embed_in_chunks: a chunk, a parameter or the training mode of the module has "
                                "changed since the chunk was embedded; expected no change before backward")
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        try:
-            yield
-        finally:
-            for buffer, old in buffers:
-                buffer.data = old
-    return contextlib.nullcontext(), second(state())
+        buffers = [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
+        now = random_state(ctx.device)
+        set_random_state(ctx.device, ctx.random_state)
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            z = ctx.embed(ctx.chunk)
+        set_random_state(ctx.device, now)
+        for buffer, old in buffers:                            # running statistics count a chunk only once
+            buffer.data = old
+        if z.requires_grad:
+            torch.autograd.backward(z, gradient)
+        return None, None, None, None, None
+
+
+def random_state(device):
+    """Return the state of PyTorch's random numbers on the CPU and, if the device is a GPU, on this GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(device, state):
+    """Restore a state that random_state has returned."""
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def version(x):
+    """Return nested lists that differ if a tensor, an array or a container inside x changes in place."""
+    if isinstance(x, torch.Tensor):
+        return id(x), None if x.is_inference() else x._version
+    if isinstance(x, np.ndarray):                              # NumPy does not count changes
+        return hash(x.tobytes())
+    if dataclasses.is_dataclass(x):
+        return [version(getattr(x, field.name)) for field in dataclasses.fields(x)]
+    if isinstance(x, Mapping):                                 # also transformers.BatchEncoding
+        return [(key, version(value)) for key, value in x.items()]
+    return [version(item) for item in x] if isinstance(x, (tuple, list)) else id(x)
 
 
 def concatenate(parts):

@@ -15,9 +15,9 @@ import functools
 import torch
 
 from . import blockwise
+from .checks import refuse_second_derivative
 from .heuristics import fuses_backward, has_queue_kernel
 from .masks import Mask
-from .replay import NO_SECOND_DERIVATIVE
 
 
 def outside_autocast(function):
@@ -33,9 +33,8 @@ def first_order(backward):
     """Decorate backward(ctx, grad, ...) as outside_autocast does; a second derivative raises RuntimeError."""
     @functools.wraps(backward)
     def run(ctx, grad, *rest):
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
-        return backward(ctx, grad, *rest)
+        refuse_second_derivative("kernels")
+        return backward(ctx, grad.resolve_neg(), *rest)        # kernels read memory, which is not negated
     return outside_autocast(run)
 
 

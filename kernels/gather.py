@@ -18,9 +18,8 @@ from numbers import Integral
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from .checks import check_dense, describe
+from .checks import check_dense, describe, refuse_second_derivative
 
 # torch 2.13 has new names for these two functions, and warns about the old names
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -117,8 +116,8 @@ class GatherRows(torch.autograd.Function):
         return gathered.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
+        refuse_second_derivative("gather_rows", "run one process")
         shares = ctx.shares
         if min(shares) < max(shares):
             gradient = cat_rows([pad_rows(part, max(shares)) for part in gradient.split(shares)])

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import heuristics
+from .checks import refuse_second_derivative
 
 MAX_PLANS = 1024                # a limit, as each new value of a number, such as temperature=0.1, adds a plan
 MAX_WORKSPACE = 2 ** 29         # 512 MiB: larger problems keep the GPU busy, so replaying saves no time
@@ -24,8 +25,6 @@ ALIGNMENT = 256                 # parts of a workspace start at multiples of thi
 PLANS = {}                      # key -> Plan, or None if calls with the key cannot be replayed
 TENSORS, NUMBERS = (torch.Tensor, torch.nn.Parameter), (float, int, str, bool, type(None))
 ON_THIS_THREAD = threading.local()                             # .recorder: the thread's Recorder
-NO_SECOND_DERIVATIVE = ("kernels: the fused operations do not support create_graph=True, which second "
-                        "derivatives need; use impl='eager'")
 
 
 def without_compile(function):
@@ -440,8 +439,7 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        refuse_second_derivative("kernels")
         given = list(map(with_layout, (grad, *ctx.saved_tensors), ctx.plan.layouts))
         return None, *ctx.plan.backward.run(given)
 

@@ -143,6 +143,8 @@ def test_losses_of_three_ranks(tmp_path):
         for part, exact in parts.items():
             assert error_of(sum(rank[name][part] for rank in ranks), exact) <= 1e-10, f"{name}, {part}"
     assert len(alone) > 20 and all(parts["value"] for parts in alone.values())
+    errors = [(tmp_path / f"error {rank}").read_text() for rank in range(3)]
+    assert all(error.startswith("gather_rows: found create_graph=True") for error in errors)
 
 
 def test_embed_in_chunks():

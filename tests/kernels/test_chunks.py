@@ -3,10 +3,13 @@
 tests/contract compares loss, gradients and random numbers with those of the whole batch, dropout included.
 """
 import weakref
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
+from transformers import BatchEncoding
 
 from kernels import embed_in_chunks
 
@@ -59,10 +62,52 @@ def test_changes_before_backward_are_refused(change):
         loss.backward()
 
 
-def test_changed_inputs_are_refused():
+@dataclass
+class Texts:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("kind, zero", [
+    (lambda x: {"x": x}, lambda chunk: chunk["x"].zero_()), (lambda x: {"x": x}, lambda chunk: chunk.clear()),
+    (lambda x: BatchEncoding({"x": [x]}), lambda chunk: chunk["x"][0].zero_()),
+    (MappingProxyType, lambda chunk: chunk["x"].zero_()), (Texts, lambda chunk: chunk.x.zero_()),
+    (lambda x: (0, [x.numpy()]), lambda chunk: chunk[1][0].fill(0))])
+def test_changed_chunks_are_refused(kind, zero):
     """Without this check, gradients would be wrong if a data loader reused its buffers before backward."""
-    layer, chunks = nn.Linear(6, 5), [{"x": chunk.clone()} for chunk in torch.randn(8, 6).split(3)]
-    z = embed_in_chunks(lambda chunk: layer(chunk["x"]), chunks, layer)
-    chunks[1]["x"].zero_()
+    layer, rows = nn.Linear(6, 5), torch.randn(8, 6).split(3)
+    chunks = [kind({"x": x.clone()} if kind is MappingProxyType else x.clone()) for x in rows]
+    z = embed_in_chunks(lambda chunk: layer(rows[0]), chunks, layer)
+    zero(chunks[1])
     with pytest.raises(RuntimeError, match="a chunk, a parameter or the training mode .* has changed"):
         z.sum().backward()
+
+
+def test_two_backward_passes():
+    """With retain_graph=True, the second backward pass repeats the dropout masks, too."""
+    layer = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5))
+    loss = embed_in_chunks(layer, torch.randn(8, 6).split(3), layer).square().sum()
+    loss.backward(retain_graph=True)
+    once = layer[0].weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(layer[0].weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("differentiate, message", [
+    (lambda loss, weight: torch.autograd.grad(loss, weight, allow_unused=True), "found torch.autograd.grad"),
+    (lambda loss, weight: loss.backward(create_graph=True), "second derivatives need; pass module=None")])
+def test_other_ways_to_differentiate_are_refused(differentiate, message):
+    """They would return None or wrong gradients, because each chunk adds to .grad."""
+    layer = nn.Linear(6, 5)
+    with pytest.raises(RuntimeError, match=message):
+        differentiate(embed_in_chunks(layer, torch.randn(8, 6).split(3), layer).sum(), layer.weight)
+
+
+def test_autocast_around_chunks_and_other_layers():
+    """Autocast keeps a half-precision copy of each weight. The chunks' copies, made without gradients, must
+    not be used by later layers."""
+    layer, x = nn.Linear(6, 5), torch.randn(8, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = embed_in_chunks(layer, x.split(3), layer)
+        loss = layer(x).square().sum() + 0 * z.sum()
+    loss.backward()
+    assert layer.weight.grad.abs().sum() > 1

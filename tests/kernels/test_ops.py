@@ -51,6 +51,17 @@ def test_only_eager_has_second_derivatives(impl, loss):
     torch.autograd.grad(gradient.norm(), q)
 
 
+@every_impl
+@pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "queue_loss", "sigmoid_loss"])
+def test_lazily_negated_upstream_gradient(impl, loss):
+    """PyTorch may store the negative of a tensor, such as the imaginary part of a complex conjugate."""
+    q, k = (x.requires_grad_() for x in positive_pairs(12, 4, torch.float32))
+    negated, value = torch.tensor(3j, device=DEVICE).conj().imag, LOSSES[loss](q, k, 0.1, impl)
+    assert negated.is_neg()
+    found, expected = (torch.autograd.grad(value, (q, k), g, retain_graph=True) for g in (negated, negated + 0))
+    assert all(map(torch.equal, found, expected))
+
+
 @both_impls
 def test_any_subset_of_gradients(impl):
     """sigmoid_loss computes any of the 16 subsets of the gradients of q, k, temperature and bias."""
