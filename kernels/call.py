@@ -83,7 +83,7 @@ def as_scalar(x, dtype):
 
     Triton kernels read a tensor on the GPU themselves, so the host does not wait for its value.
     """
-    return x.to(dtype) if isinstance(x, Tensor) else torch.full((), float(x), dtype=dtype)
+    return x.to(dtype) if isinstance(x, Tensor) else torch.full((), float(x), dtype=dtype, device="cpu")
 
 
 @replayed

@@ -9,7 +9,10 @@ Callan 2021, arXiv 2101.06983). So the forward pass drops the activations of eac
 embeds the chunks again, one by one, and adds the term of each chunk to .grad before it embeds the next one.
 The price is one more forward pass.
 """
+import ctypes
 import dataclasses
+import sys
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,6 +20,8 @@ import torch
 
 from .checks import check_callable, describe, refuse_second_derivative
 from .gather import cat_rows
+
+TRIM_SECONDS = 1               # least time between two calls of malloc_trim, which slows later allocations
 
 
 def embed_in_chunks(embed, chunks, module):
@@ -70,11 +75,12 @@ class EmbedChunk(torch.autograd.Function):
     weights  the parameters of the module
     trained  one of them, which requires a gradient: without such an input, autograd would not call backward
     """
+    last_trim = 0.0            # time.monotonic() of the last call of malloc_trim, for all chunks
 
     @staticmethod
     def forward(ctx, embed, chunk, module, weights, trained):
-        kind = trained.device.type
-        ctx.embed, ctx.chunk, ctx.module, ctx.weights, ctx.device = embed, chunk, module, weights, trained.device
+        ctx.embed, ctx.chunk, ctx.module, ctx.weights = embed, chunk, module, weights
+        ctx.device, kind = trained.device, trained.device.type
         ctx.autocast = dict(device_type=kind, dtype=torch.get_autocast_dtype(kind),
                             enabled=torch.is_autocast_enabled(kind))
         ctx.random_state = random_state(ctx.device)
@@ -86,7 +92,7 @@ class EmbedChunk(torch.autograd.Function):
     def backward(ctx, gradient):
         refuse_second_derivative("embed_in_chunks", "pass module=None")
         if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("embed_in_chunks: found torch.autograd.grad, or backward(inputs=...); expected "
+            raise RuntimeError("embed_in_chunks: found torch.autograd.grad or backward(inputs=...), expected "
                                "loss.backward(), which adds to .grad of the module's parameters")
         if (ctx.module.training, version(ctx.weights), version(ctx.chunk)) != ctx.before:
             raise RuntimeError("embed_in_chunks: a chunk, a parameter or the training mode of the module has "
@@ -101,6 +107,9 @@ class EmbedChunk(torch.autograd.Function):
             buffer.data = old
         if z.requires_grad:
             torch.autograd.backward(z, gradient)
+        del z
+        if ctx.device.type == "cpu":
+            trim_heap()
         return None, None, None, None, None
 
 
@@ -114,6 +123,14 @@ def set_random_state(device, state):
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
+
+
+def trim_heap():
+    """Return freed memory to the system. glibc would keep it, in blocks that are often too small for the next
+    chunk, whose rows may be longer. Other C libraries have no malloc_trim."""
+    if sys.platform == "linux" and time.monotonic() - EmbedChunk.last_trim >= TRIM_SECONDS:
+        EmbedChunk.last_trim = time.monotonic()
+        getattr(ctypes.CDLL(None), "malloc_trim", bool)(0)
 
 
 def version(x):

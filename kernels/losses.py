@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from . import checks, eager, fused
-from .blockwise import add_rows
 from .call import as_scalar, prepare, similarity_topk, unit_rows
 from .gather import cat_rows
 from .masks import Mask
@@ -238,44 +237,28 @@ def check_labels(z, labels, all_z, all_labels, offset):
 def fused_loss_of_labels(call, views, labels, offset):
     """Return the value of loss_of_labels, without storing a matrix of all pairs of views.
 
+    A view with one positive p has the loss softplus(lse − s_p), as in other losses: lse sums over negatives
+    only. A view with several positives has the loss lse − (mean of s_p): lse sums over all other views.
+
     call    has q (N·V, D), views of this rank, and k (M·V, D), views of all ranks (None: the keys are q)
     labels  (M,) labels of the samples of all ranks
     """
-    dtype = call.temperature.dtype
-    n = len(call.q) // views
-    own = slice(offset, offset + n)
+    own = slice(offset, offset + len(call.q) // views)
     # number a label by its first position in the sorted labels; torch.unique would synchronise with the GPU
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels)
-    count = torch.searchsorted(ordered, labels, right=True) - number
-    positives = (count * views - 1)[:, None, None]
-    divisor = positives.clamp(min=1)                       # a view without positives gets 0 / 1, not 0 / 0
-    needs = call.needs
-
-    def compute_near():
-        """Return Σ_i Σ_{p∈P(i)} z_i·z_p / (τ |P(i)|) and its gradients; P(i) are the positives of view i."""
-        rows, keys = (x if x is None else x.to(dtype).unflatten(0, (-1, views)) for x in call.operands)
-        keys = rows if keys is None else keys
-        others = sums_by_number(keys, number, len(labels))[number[own], None] - keys[own]
-        dq, dk = others / divisor[own] / call.temperature, None
-        near = (dq * rows).sum()
-        if call.k is None:
-            dq = 2 * dq
-        elif needs[1]:
-            dk = sums_by_number(rows, number[own], len(labels))[number, None].expand_as(keys).clone()
-            dk[own] -= rows
-            dk = (dk / divisor / call.temperature).flatten(0, 1)
-        return near, dq.flatten(0, 1), dk, -near / call.temperature if needs[2] else None
-    near = fused.GradientInForward.apply(*call[:3], None, call.impl, compute_near)
-    lse = fused.similarity_lse(call).view(n, views, 1).masked_fill(positives[own] == 0, 0)
-    return (lse.sum() - near) / (n * views)
-
-
-def sums_by_number(samples, number, count):
-    """Return (count, D): row c sums all views of samples with number c. samples (n, V, D), number (n,)."""
-    sums = samples.new_zeros(count, samples.shape[2])
-    add_rows(sums, number, samples.sum(1))
-    return sums
+    positives = (torch.searchsorted(ordered, labels, right=True) - number)[:, None] * views - 1
+    has_one = positives == 1
+    # a view leaves out the views with its own id: itself and, if it has one positive, this positive
+    unique = len(labels) * (1 + torch.arange(views, device=labels.device)) + torch.arange(
+        len(labels), device=labels.device)[:, None]
+    ids = torch.where(has_one, number[:, None], unique)
+    row_ids, ids = ids[own].flatten(), ids.flatten()
+    mask = Mask("none", ids if call.k is None else row_ids, ids)
+    near = fused.MeanOfPositives.apply(call.q, call.k, call.temperature, number, positives.clamp(min=1), own)
+    gap = fused.similarity_lse(call._replace(mask=mask)).view_as(near) - near
+    loss = torch.where(has_one[own], -F.logsigmoid(-gap), gap)
+    return loss.masked_fill(positives[own] == 0, 0).mean()
 
 
 @replayed

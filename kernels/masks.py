@@ -55,8 +55,10 @@ def own_columns(mask, rows, n, m):
 
 
 def is_symmetric(mask):
-    """Return whether the mask is surely symmetric: it has no offset, ids, targets, groups or features."""
-    return mask.offset == 0 and not mask.has_vectors
+    """Return whether the mask is surely symmetric: no offset, targets, groups or features, and ids, if any,
+    that are the same tensor for rows and columns."""
+    others = mask._replace(row_ids=None, column_ids=None)
+    return mask.offset == 0 and mask.row_ids is mask.column_ids and not others.has_vectors
 
 
 def transposed(mask):

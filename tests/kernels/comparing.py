@@ -70,7 +70,9 @@ MASKS = list(masks(1, 1))
 
 
 def labels_of(rows):
-    return torch.arange(len(rows), device=rows.device) // 3
+    """Return labels: each row in the first half has its own, in the second half three rows share a label."""
+    row = torch.arange(len(rows), device=rows.device)
+    return torch.where(row < len(rows) // 2, -row, row // 3)
 
 
 def pairs(q, k):
@@ -90,7 +92,7 @@ def gathered(loss, q, k, t, impl, **options):
     own = slice(len(q) // 3, len(q) - len(q) // 4)
     options |= dict(offset=own.start, impl=impl)
     if loss == sup_con_loss:
-        z, labels = pairs(q, k), labels_of(q) % 9
+        z, labels = pairs(q, k), labels_of(q) % 9 - 40
         return sup_con_loss(z[own], labels[own], t, 0.07, gathered=(z, labels), **options)
     return loss(q[own], k[own], t, gathered=(q, k), **options)
 
@@ -115,6 +117,8 @@ LOSSES = {
         q, None, t, exclude="diagonal", impl=impl, **options) + 0 * k.sum(),
     "pair": lambda q, k, t, impl, **options: similarity_lse(
         q, None, t, exclude="pair", impl=impl, **options) + 0 * k.sum(),
+    "ids": lambda q, k, t, impl, **options: similarity_lse(
+        q, None, t, exclude=(labels_of(q),) * 2, impl=impl, **options) + 0 * k.sum(),
     "gathered_clip_loss": functools.partial(gathered, clip_loss),
     "gathered_nt_xent": functools.partial(gathered, nt_xent),
     "gathered_sup_con_loss": functools.partial(gathered, sup_con_loss)}

@@ -143,9 +143,10 @@ def text_losses(title, model, **settings):
 
 
 def text_results(loss, model, columns):
-    """Return [loss, gradients of all weights as one vector]."""
+    """Return [loss, gradients of all weights as one vector]. One entry of a column has a number per text."""
     model.zero_grad()
-    value = loss([dict(model.preprocess(column)) for column in columns], None)   # dict as in the trainer
+    value = loss([dict(model.preprocess(column), prompt_length=torch.zeros(len(column)))
+                  for column in columns], None)
     value.backward()
     return [value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])]
 

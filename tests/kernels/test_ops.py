@@ -63,6 +63,19 @@ def test_lazily_negated_upstream_gradient(impl, loss):
 
 
 @both_impls
+@pytest.mark.parametrize("loss", LOSSES)
+def test_default_device(impl, loss):
+    """The device of the rows counts, not the default device."""
+    q, k = positive_pairs(12, 4, torch.float32)
+    expected = LOSSES[loss](q, k, 0.1, impl)
+    torch.set_default_device("meta")
+    try:
+        assert torch.equal(LOSSES[loss](q, k, 0.1, impl), expected)
+    finally:
+        torch.set_default_device(None)
+
+
+@both_impls
 def test_any_subset_of_gradients(impl):
     """sigmoid_loss computes any of the 16 subsets of the gradients of q, k, temperature and bias."""
     x = *positive_pairs(9, 6, torch.float32), *torch.tensor([0.2, -1.0], device=DEVICE).unbind()

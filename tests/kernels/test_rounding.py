@@ -58,6 +58,19 @@ def test_gradient_is_accurate_for_small_losses(impl, dtype):
 
 
 @both_impls
+def test_sup_con_is_accurate_for_small_losses(impl):
+    """At a loss of 1e-6, where each view has one positive, eager has an error of several percent."""
+    noise = 0.1 * unit_rows(128, 256, torch.float64, 20).view(64, 2, 256)
+    z = F.normalize(unit_rows(64, 256, torch.float64, 19)[:, None] + noise, dim=2).flatten(0, 1).float()
+    for views, labels in (2, torch.arange(64, device=DEVICE)), (1, torch.arange(128, device=DEVICE) // 2):
+        f = lambda how, z: differentiate(
+            lambda z: 1000 * sup_con_loss(z.unflatten(0, (-1, views)), labels, 0.05, impl=how), z)
+        exact, found, eager = f("eager", z.double()), f(impl, z), f("eager", z)
+        errors = [relative_error(a, b) for a, b in zip(found, exact)]
+        assert exact[0] < 0.01 and max(errors) < 1e-5 < relative_error(eager[1], exact[1]) / 100
+
+
+@both_impls
 def test_sup_con_gradient_in_float16(impl):
     """The gradient is the difference of two terms, each of which would overflow in float16."""
     z = F.normalize(unit_rows(4, 16, torch.float64, 47)[:, None] + 0.1 * unit_rows(
