@@ -252,7 +252,7 @@ def fused_loss_of_labels(call, views, labels, offset):
     # a view leaves out the views with its own id: itself and, if it has one positive, this positive
     unique = len(labels) * (1 + torch.arange(views, device=labels.device)) + torch.arange(
         len(labels), device=labels.device)[:, None]
-    ids = torch.where(has_one, number[:, None], unique)
+    ids = torch.where(has_one, number[:, None], unique).int()
     row_ids, ids = ids[own].flatten(), ids.flatten()
     mask = Mask("none", ids if call.k is None else row_ids, ids)
     near = fused.MeanOfPositives.apply(call.q, call.k, call.temperature, number, positives.clamp(min=1), own)

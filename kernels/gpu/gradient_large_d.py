@@ -104,13 +104,13 @@ def gradients(q, k, temperature, mask, rows, columns, common_m, scaling, needs, 
     given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
     q, k = (x[:, :d] for x in aligned[:2])                         # views without the padding, for cuBLAS
     sums = gradient_sums(q, k, *needs)
-    config = tile_config(q, aligned[2])
+    config = tile_config(q, aligned[2], square=self_similarity)
     two_sided = rows.factor is not None and columns.factor is not None
     if capability(q) >= 10 and two_sided:
         config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 would spill registers
     operands, rest = kernel_args(*aligned, temperature, config)
-    if two_sided and operands[-1].q_stride is not None:
-        rest |= dict(num_warps=8)                              # pointers take more registers than descriptors
+    if two_sided and (operands[-1].q_stride is not None or mask.row_ids is not None):
+        rest |= dict(num_warps=8)          # pointers take more registers than descriptors, and so do ids
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         triangle = self_similarity and first_x == first_y

@@ -84,8 +84,11 @@ def persistent_grid(tiles, x, warps=4):
     return min(tiles, 8 // warps * multiprocessors(x)),
 
 
-def tile_config(x, mask):
-    """Return the config of a kernel that computes dot products of x, for the dtype of x and the mask."""
+def tile_config(x, mask, square=False):
+    """Return the config of a kernel that computes dot products of x, for the dtype of x and the mask.
+
+    square   True: tiles must be square, because the kernel computes only half of a symmetric matrix
+    """
     dtypes = [x.dtype] + ([] if mask.row_features is None else [mask.row_features.dtype])
     if torch.float32 in dtypes and torch.get_float32_matmul_precision() == "highest":
         # tensor cores do not support full float32, so CUDA cores compute the products
@@ -94,7 +97,8 @@ def tile_config(x, mask):
     ids, half = None if mask.exclude == "target" else mask.row_ids, x.dtype != torch.float32
     kinds = sum(part is not None for part in (ids, mask.row_groups, mask.row_features))
     return dict(BLOCK_N=128,
-                BLOCK_M=(128, 64, 64, 32)[kinds],                  # registers also hold ids, groups, features
+                # registers also hold ids, groups and features
+                BLOCK_M=128 if square else (128, 64, 64, 32)[kinds],
                 BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
                 # with 4 warps and 255 registers per thread, an SM of an H100 runs two programs at a time
                 num_warps=4 if half and capability(x) == 9 else 8,

@@ -36,7 +36,7 @@ TIGHT = {
                                      "fused 256 one side"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal", "queue 256",
                                      "forward 128 gathered pairs", "small d 128 self-similarity",
-                                     "small d 256 within", "sigmoid 256"],
+                                     "small d 256 within", "sigmoid 256", "large d 256 lse ids"],
     ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
     ("float32", "high", "number"): ["sigmoid 256"],
     ("float32", "high", "tensor"): ["forward 256 one side", "fused 256 one side"],
@@ -112,9 +112,15 @@ def launches(name, precision, scalars):
         pair = make_mask(len(q), len(q), True, "pair")
         pair_of_ranks = pair._replace(offset=7)
         targets = make_mask(len(q), len(square), False)._replace(exclude="target", row_ids=ids[0])
-        for title in ("none", "diagonal", "pair") if d != 64 or half else ():
-            symmetric = make_mask(len(q), len(q), True, None if title == "none" else title)
+        excluded = dict(none=None, diagonal="diagonal", pair="pair", ids=(ids[0], ids[0]))
+        for title, exclude in excluded.items() if d != 64 or half else ():
+            symmetric = make_mask(len(q), len(q), True, exclude)
             yield f"forward {d} lse {title}", lambda: lse_forward.forward(q, None, t, symmetric)
+            if title == "ids":                                 # sup_con_loss
+                of_ids = q, None, t, symmetric, rows, rows, one, one, 1.0, *needs, q.dtype
+                yield f"large d {d} lse ids", lambda: gradients(False, *of_ids)
+                if half:
+                    yield f"small d {d} lse ids", lambda: gradients(True, *of_ids)
         for title, bias in (("", t), (", other bias", other_kind)) if d == 256 else ():
             pairs = q, square, t, bias, diagonal, *needs, True, q.dtype
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
