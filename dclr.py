@@ -54,7 +54,7 @@ from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.loop import all_reduce_gradients, check_batch_size, set_lr, steps_per_epoch
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model
@@ -110,8 +110,7 @@ def load_data(path, args):
         fail(f"{path} {place}: {len(cells)} columns, expected 1 (sentence); choose one, as with --columns 1")
     defaults = SCRATCH_DEFAULTS if args.model == "scratch" else PAPER_DEFAULTS
     fill_defaults(args, defaults | dict(noise_temperature=args.temperature))
-    if len(table) < 2 or args.batch_size > len(table):
-        fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
+    check_batch_size(len(table), path, args.batch_size)
     log("dclr", f"unsupervised: {describe_table(table, header)}")
     log_first_row(table)
     return table

@@ -52,7 +52,13 @@ from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similar
 from kernels.training.data import normalise_name, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import (
+    all_reduce_gradients,
+    check_batch_size,
+    set_lr,
+    steps_per_epoch,
+    warmup_linear,
+)
 from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vectors, make_records
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
@@ -130,9 +136,7 @@ def load_data(path, args):
     fill_defaults(args, PAPER_DEFAULTS | code | scratch | dict(hard_negatives=1 if source else 0))
     if args.hard_negatives and not source:
         fail(f"--hard-negatives {args.hard_negatives}: {path} has no column negative_entity or entity_type")
-    if not 2 <= args.batch_size <= len(table):
-        fail(f"{path}: {len(table)} rows, expected at least --batch-size ({args.batch_size}), which must be "
-             "at least 2")
+    check_batch_size(len(table), path, args.batch_size)
     rows = [dict(place=place, **{kind: cells[column].strip() for kind, column in column_of.items()})
             for place, cells in table]
     required = ("text", "entity", "type") if source == "type" else ("text", "entity")

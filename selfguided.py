@@ -44,10 +44,16 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, own_rows, similarity_lse
-from kernels.training.data import NUMBER, normalise_name, read_table, show_cells
+from kernels.training.data import IDENTIFIER, header_note, normalise_name, read_table, show_cells
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, text_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import (
+    all_reduce_gradients,
+    check_batch_size,
+    set_lr,
+    steps_per_epoch,
+    warmup_linear,
+)
 from kernels.training.papers.selfguided_layers import (
     check_layer_study,
     compare_layers,
@@ -106,22 +112,21 @@ def load_data(path, args):
     columns = [i for i, name in enumerate(header or []) if normalise_name(name) in names]
     if args.columns:
         columns = range(width)
-    elif len(columns) < 2:                                     # use all columns that are not numeric
+    elif len(columns) < 2:                                     # use all columns but numbers and ids
         columns = [i for i in range(width)
-                   if not all(re.fullmatch(NUMBER, cells[i].strip()) for _, cells in rows)]
+                   if not all(re.fullmatch(IDENTIFIER, cells[i].strip()) for _, cells in rows)]
     for place, cells in rows:
         if not all(cells[i].strip() for i in columns):
             fail(f"{path} {place}: an empty cell; fill it or delete the row")
     sentences = [(place, (cells[i],)) for place, cells in rows for i in columns]
-    if not 2 <= args.batch_size <= len(sentences):
-        fail(f"{path}: {len(sentences)} sentences, expected at least --batch-size ({args.batch_size}), which "
-             "must be at least 2")
+    check_batch_size(len(sentences), path, args.batch_size, "sentences")
     if args.view_pooling is None:
         args.view_pooling = "mean" if args.form == "code" else "max"
     distinct = len({cells for _, cells in sentences})
     log("selfguided", f"{args.objective}: {len(sentences):,} sentences, {distinct:,} distinct, "
                       f"in {len(columns)} columns of {path}")
-    log("first", show_cells(["sentence"] * len(columns), [rows[0][1][i] for i in columns]))
+    log("first", show_cells(["sentence"] * len(columns), [rows[0][1][i] for i in columns])
+        + header_note(table))
     return sentences
 
 

@@ -64,7 +64,13 @@ from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, gr
 from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import train_probe
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
+from kernels.training.loop import (
+    all_reduce_gradients,
+    check_batch_size,
+    set_lr,
+    steps_per_epoch,
+    warmup_cosine,
+)
 from kernels.training.papers.simclr_lars import make_optimizer
 from kernels.training.papers.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
 from kernels.training.precision import gather_keys, loss_autocast
@@ -168,7 +174,7 @@ def load_data(path, args):
              "or labels in the .npz")
     if args.finetune:
         subsample(images, args.label_fraction)
-        images.check_batch_size(args.batch_size)
+        check_batch_size(len(images), path, args.batch_size, "images")
     log("simclr", f"{mode}: {images.describe()}")
     return images
 
@@ -322,7 +328,7 @@ def main(argv=None):
     warmup = round(args.warmup_epochs * epoch)
     lr = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, lr, args)
-    run.begin(model, optimizer, total, warmup)
+    run.begin(model, optimizer, total, warmup, evaluation.probe_text(model, images, args))
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1 if model.classes else 2)
     model.train()

@@ -44,9 +44,15 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from kernels import own_rows, similarity_lse
 from kernels.training import equal_texts
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
-from kernels.training.errors import command, fail, log
+from kernels.training.errors import command, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import (
+    all_reduce_gradients,
+    check_batch_size,
+    set_lr,
+    steps_per_epoch,
+    warmup_linear,
+)
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
@@ -97,8 +103,7 @@ def load_data(path, args):
     columns = len(next(iter(table))[1])
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
     fill_defaults(args, DEFAULTS_BY_COLUMNS[min(columns, 3)] | scratch)
-    if len(table) < 2 or args.batch_size > len(table):
-        fail(f"{path}: {len(table)} rows, expected at least 2 and at least --batch-size ({args.batch_size})")
+    check_batch_size(len(table), path, args.batch_size)
     args.count = max(columns, 2)                               # texts per row; a single column counts twice
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
     log_first_row(table)
@@ -191,7 +196,7 @@ def main(argv=None, data=None):
     total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
-    equal_texts.log_equal_texts(tokens, args.ignore_equal)
+    equal_texts.log_equal_texts(tokens, args)
     evaluator.evaluate_before(model, run)
     model.train()
     for step, picked in run.steps(total, len(tokens)):         # picked: row numbers of the global batch

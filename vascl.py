@@ -52,7 +52,7 @@ from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similari
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
-from kernels.training.loop import all_reduce_gradients, steps_per_epoch
+from kernels.training.loop import all_reduce_gradients, check_batch_size, steps_per_epoch
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model
@@ -109,9 +109,7 @@ def load_data(path, args):
     if args.radius is None and args.relative_radius is None:
         fill_defaults(args, RADIUS_DEFAULTS["scratch" if scratch else args.form])
     rows = DistinctRows(table)
-    if len(rows) < 2 or args.batch_size > len(rows):
-        fail(f"{path}: {len(rows)} distinct rows, expected at least 2 and at least --batch-size "
-             f"({args.batch_size})")
+    check_batch_size(len(rows), path, args.batch_size, "distinct rows")
     if args.radius is not None and args.relative_radius is not None:
         fail(f"--radius {args.radius:g} --relative-radius {args.relative_radius:g}: expected only one")
     if (args.radius or args.relative_radius) and args.neighbours >= args.batch_size:

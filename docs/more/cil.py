@@ -54,7 +54,13 @@ from kernels.losses import upcast
 from kernels.training import loop
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import (
+    all_reduce_gradients,
+    check_batch_size,
+    set_lr,
+    steps_per_epoch,
+    warmup_linear,
+)
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
@@ -106,7 +112,7 @@ def load_data(path, args):
 
 def build_model(args, run, relations, texts=None):
     """Load the encoder and its masked-LM head. Add the layer W (see encode) and the classifier of bags."""
-    heads = Path(args.model, "heads.safetensors")
+    heads = Path("" if args.model == "scratch" else args.model, "heads.safetensors")
     if args.evaluate and not heads.is_file():
         fail(f"--model {args.model}: no heads.safetensors, expected a model that this script has trained")
     model = build_encoder(args, run, "cls", None, AutoModelForMaskedLM, texts=texts)
@@ -282,8 +288,7 @@ def main(argv=None):
     model = build_model(args, run, relations, texts)
     rows, tokens = cil_bags.tokenise_sentences(rows, model, args, cil_bags.WordEditor(texts, args.form))
     bags = [*cil_bags.group_rows(rows, "relation").items()]
-    if len(bags) < args.batch_size:
-        fail(f"{args.data}: {len(bags)} bags, expected at least --batch-size ({args.batch_size})")
+    check_batch_size(len(bags), args.data, args.batch_size, "bags")
     dev = cil_bags.load_bags(args.dev, model, args) if args.dev else None
     optimizer = loop.UncorrectedAdamW(loop.decay_groups(model, 1e-5), args.lr)     # released code
     warmup = args.warmup_steps

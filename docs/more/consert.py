@@ -50,6 +50,7 @@ from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults
 from kernels.training.loop import (
     UncorrectedAdamW,
     all_reduce_gradients,
+    check_batch_size,
     decay_groups,
     set_lr,
     steps_per_epoch,
@@ -117,8 +118,7 @@ def load_data(path, args):
     fill_defaults(args, dict(view_rates=[VIEWS[name] for name in args.views]))
     if columns > 2:
         fail(f"{path}: {columns} columns, expected 1 (sentences) or 2 (anchors, positives); see --columns")
-    if len(table) < args.batch_size:
-        fail(f"{path}: {len(table)} rows, expected at least --batch-size, which is {args.batch_size}")
+    check_batch_size(len(table), path, args.batch_size)
     if args.adversarial and columns == 1:
         fail(f"--adversarial: {path} has 1 column, expected an anchor and a positive; see --columns")
     if ("synonym" in args.views) != bool(args.wordnet):

@@ -44,7 +44,7 @@ from kernels.training.data import (
 )
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, run_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
+from kernels.training.loop import all_reduce_gradients, check_batch_size, set_lr, steps_per_epoch
 from kernels.training.run import Run
 from kernels.training.text.checkpoint import load_hint, save
 from kernels.training.text.encoders import build_encoder, describe_model
@@ -92,8 +92,7 @@ def load_data(path, args):
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     if args.count < 3:
         fail(f"{path}: {args.count} columns, expected text, reference and candidates; see --columns")
-    if len(table) < args.batch_size:
-        fail(f"{path}: {len(table)} rows, expected at least --batch-size, which is {args.batch_size}")
+    check_batch_size(len(table), path, args.batch_size)
     log("simcls", f"{args.form}: {describe_table(table, header)}")
     log_first_row(table)
     return table

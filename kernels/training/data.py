@@ -5,7 +5,8 @@ is loaded as a whole and must fit in memory. An error message names the file and
 
 Columns have roles, such as anchor, positive and negative. --columns assigns the roles. Without --columns, the
 column names decide (query: anchor); if there are no column names, the order of the columns decides. The
-roles are not guessed from texts; the user can check them in the first row, which log_first_row prints.
+roles are not guessed from texts; the user can check them in the first row, which log_first_row prints. The
+first row of a .csv or .tsv is a header if it has usual column names, or if looks_like_header says so.
 """
 import csv
 import functools
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -33,6 +35,9 @@ OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id
                    original synonym antonym synonymwords antonymwords""".split()
 FIRST_ROWS = 20                                                # rows that are read first, to find the columns
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
+NAME = r"[^\W\d_][\w-]*"                                      # of a column
+IDENTIFIER = r"[\w.:/+-]*\d[\w.:/+-]*"                          # also a number
+QUOTED = ("a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or without quotes")
 SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 csv.field_size_limit(2**24)                                    # in characters; Python's default is 131,072
 
@@ -187,16 +192,17 @@ class Table:
     names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
     join        True: a cell that is a list becomes one text, joined by |. False: the entries of the list
                 are several positives or negatives of the row (see spread)
-    negatives   negatives per row: long lists are cut, short ones repeated. None: all rows need equally many
+    negatives   negatives per row (--negatives): long lists are cut, short ones repeated. None: all rows need
+                equally many. 0: the same, but the script has no flag --negatives
     Attributes:
     header      names of the columns that are read, with their roles in front ("anchor sent0"); None: no names
     cell_roles  role of each column that is read, such as "anchor"; not set if the columns have no roles
     """
 
-    def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=None):
+    def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=0):
         self.path = self.rows = self.keys = self.header = self.indices = None
         self.roles, self.columns, self.join, self.negatives = roles, columns, join, negatives
-        self.has_header, self.changed = False, Counter()
+        self.has_header, self.header_row, self.changed = False, None, Counter()
         if isinstance(data, Table):
             self.path, self.rows = data.path, data.rows
         elif isinstance(data, (str, os.PathLike)):
@@ -239,16 +245,21 @@ class Table:
         first = [row for row in first if isinstance(row, (list, dict)) and row]
         if not first:
             return
-        self.width, found = len(first[0]), []
+        self.width, found, known = len(first[0]), [], True
+        if self.kind == ".tsv" and any(all(map(is_quoted, column)) for column in zip(*first[1:])):
+            fail(f"{self}: {QUOTED}")
         if isinstance(first[0], dict):
             self.keys = found = [*first[0]]
         elif self.kind in (".csv", ".tsv"):
             wanted = {normalise_name(name) for name in self.columns or names if not name.isdecimal()}
             has_all = wanted and {*map(normalise_name, first[0])} >= wanted
-            self.has_header = bool(has_all or has_known_names(first[0], self.roles or SENTENCE_COLUMNS))
-            found = [name.strip() for name in first[0]] if self.has_header else []
+            known = bool(has_all or has_known_names(first[0], self.roles or SENTENCE_COLUMNS))
+            if known or looks_like_header(first):
+                found = self.set_header(first[0])
         if self.columns:
             self.select_columns(found)
+        elif self.roles and found and not (known or any(role_of(name, self.roles) for name in found)):
+            self.header = [f"{role_by_position(i, self.roles)} {name}" for i, name in enumerate(found)]
         elif self.roles and found:
             self.order_by_role(found)
         elif not self.roles:
@@ -259,6 +270,12 @@ class Table:
         if self.roles:
             names = self.header or [role_by_position(i, self.roles) for i in range(self.width)]
             self.cell_roles = [name.split()[0] for name in names]
+
+    def set_header(self, row):
+        """Read this row, the first one, as column names. Return the names."""
+        self.has_header, self.header_row = True, row
+        self.count = self.count and self.count - 1
+        return [name.strip() for name in row]
 
     def select_columns(self, found):
         """Set header and indices from --columns. found: names of all columns, or [] if they have no names."""
@@ -307,6 +324,8 @@ class Table:
             row = [row.get(name, "") for name in self.keys]
         if not isinstance(row, list):
             raise RowError(f"expected a row of texts, found {str(row)[:60]!r}")
+        if row == self.header_row:
+            raise RowError("equal to the header, the first row; delete it")
         if len(row) != self.width:
             raise RowError(f"{len(row)} columns, expected {self.width}")
         row = row if self.indices is None else [row[i] for i in self.indices]
@@ -321,7 +340,7 @@ class Table:
         for role, cell in zip(self.cell_roles, row):
             if role in REPEATABLE_ROLES:
                 cells["negatives"] += cell if isinstance(cell, list) else [cell]
-            elif isinstance(cell, list) and role == [*self.roles][1]:
+            elif isinstance(cell, list) and [role] == [*self.roles][1:2]:
                 cells["positives"] = [[positive] for positive in cell]
             else:
                 cells["after" if cells["negatives"] or cells["positives"] != [[]] else "before"].append(cell)
@@ -335,17 +354,20 @@ class Table:
         rows = [cells["before"] + positive + negatives + cells["after"] for positive in cells["positives"]]
         self.cells = getattr(self, "cells", len(rows[0]))
         if len(rows[0]) != self.cells:
-            raise RowError(f"{len(rows[0])} texts, expected {self.cells} as in the first row; --negatives N "
-                           "repeats or cuts the negatives of each row")
+            hint = "" if self.negatives == 0 else "; --negatives N repeats or cuts the negatives of each row"
+            raise RowError(f"{len(rows[0])} texts, expected {self.cells} as in the first row{hint}")
         return rows
+
+
+def is_quoted(cell):
+    return len(cell) > 1 and cell[0] == cell[-1] == '"'
 
 
 def to_text(cell, kind):
     """Return a cell as text. Raise RowError if the cell is neither a text nor a number."""
     if isinstance(cell, str):
-        if kind == ".tsv" and '""' in cell and cell[0] == cell[-1] == '"':
-            raise RowError("a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or "
-                           "without quotes")
+        if kind == ".tsv" and '""' in cell and is_quoted(cell):
+            raise RowError(QUOTED)
         if not cell.isascii() and re.search("[\ud800-\udfff]", cell):
             raise RowError("an invalid character, half of a surrogate pair; correct it, or delete the row")
         return cell
@@ -396,8 +418,8 @@ def read_numbers(path, columns):
 
 
 def normalise_name(name):
-    """Return a column name in lower case, without spaces, dashes and underscores."""
-    return re.sub(r"[\s_-]+", "", name.casefold())
+    """Return a column name in lower case, without spaces, dashes and underscores, in Unicode's form NFC."""
+    return re.sub(r"[\s_-]+", "", unicodedata.normalize("NFC", name.casefold()))
 
 
 def role_of(name, roles):
@@ -420,6 +442,15 @@ def has_known_names(row, roles=SENTENCE_COLUMNS):
     return known >= min(2, len(row)) > 0
 
 
+def looks_like_header(rows):
+    """Return whether the first of these rows looks like column names: all its cells are different words of
+    letters, digits, _ and -, and in some column none of the other cells is such a word."""
+    start = int(bool(rows[0]) and not rows[0][0].strip())      # pandas writes an empty name for its index
+    names, *others = ([bool(re.fullmatch(NAME, cell.strip())) for cell in row[start:]] for row in rows)
+    is_different = any(not any(column) for column in zip(*others))
+    return bool(names) and all(names) and len({*rows[0]}) == len(rows[0]) and is_different
+
+
 def join_names(names):
     """Return the names joined by commas, shortened to about 200 characters."""
     text = ", ".join(names)
@@ -439,7 +470,27 @@ def log_first_row(table):
     """Print the first row with the role of each cell, so that the user can check the roles."""
     cells, names = next(iter(table))[1], table.cell_roles
     more = names[-1:] * (len(cells) - len(names))              # one column may contain lists of negatives
-    log("first", show_cells(names + more, cells))
+    if not table.columns:
+        refuse_identifiers(table, range(len(cells)))
+    log("first", show_cells(names + more, cells) + header_note(table))
+
+
+def refuse_identifiers(table, columns, flag="--columns"):
+    """Fail if one of these columns of texts has only numbers, or identifiers such as q12, in its first rows.
+
+    columns   indices of the columns
+    flag      the flag by which the user can choose the columns
+    """
+    rows = [cells for _, cells in itertools.islice(table, 100)]
+    for i in columns:
+        if all(re.fullmatch(IDENTIFIER, cells[i].strip()) for cells in rows):
+            fail(f"{table}: column {i + 1} has no texts but numbers or identifiers, such as "
+                 f"{rows[0][i].strip()[:40]}; choose the columns of texts by {flag}, by name or number")
+
+
+def header_note(table):
+    """Return a note for the line of the first row, if the row above it is the header, else an empty text."""
+    return f"  (after the header {', '.join(table.header_row)[:80]})" if table.has_header else ""
 
 
 def show_cells(names, cells):

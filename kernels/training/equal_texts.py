@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from kernels import check_rows, checks, similarity_lse
 
-from .errors import is_first_rank, log
+from .errors import fail, is_first_rank, log
 
 
 def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight, offset, impl,
@@ -98,16 +98,23 @@ def exclusion_rules(anchor_ids, ids):
 
 def text_ids(tokens, row_indices, device):
     """Return text ids of n rows: (n, columns - 1) of the positives and hard negatives, (n,) of the anchors.
-    Texts with equal tokens have equal ids. In data with a single column, the anchor is also the positive."""
-    numbers = {}
+    Texts with equal tokens have equal ids. In data with a single column, the anchor is also the positive.
+    Fail if no anchor has a negative, because the loss would be 0."""
+    numbers, positives_of = {}, {}
     rows = ([ids.tobytes() for ids in tokens[i]] for i in row_indices)
-    found = torch.tensor([[numbers.setdefault(text, len(numbers)) for text in row] for row in rows])
+    rows = [[numbers.setdefault(text, len(numbers)) for text in row] for row in rows]
+    for anchor, *others in rows:
+        positives_of.setdefault(anchor, {anchor}).update(others[:1])
+    texts = {text for row in rows for text in row[min(1, tokens.columns - 1) :]}
+    if not any(texts - own for own in positives_of.values()):
+        fail("--ignore-equal: a batch has no negatives, because its texts are equal after tokenisation")
+    found = torch.tensor(rows)
     return found[:, min(1, tokens.columns - 1) :].to(device), found[:, 0].to(device)
 
 
-def log_equal_texts(tokens, ignored):
-    """Print the share of anchors or positives that occur more than once, if --ignore-equal is set (`ignored`)
-    or if the share exceeds 1 %."""
+def log_equal_texts(tokens, args):
+    """Print the share of anchors or positives that occur more than once, if --ignore-equal is set or if the
+    share exceeds 1 %."""
     if not is_first_rank():
         return
     hashes = np.array([[hash(ids.tobytes()) for ids in tokens[i][:2]] for i in range(len(tokens))])
@@ -116,9 +123,9 @@ def log_equal_texts(tokens, ignored):
         _, which, counts = np.unique(column, return_inverse=True, return_counts=True)
         shares.append((100 * (counts[which] > 1).mean(), name))
     share, name = max(shares)
-    text = f"{share:.0f} % of the {name} occur more than once; "
+    text = f"{share:.0f} % of the {name} are equal after truncation to {args.max_length} tokens; "
     others = "their other positives" if name == "anchors" else "their copies"
-    if ignored:
+    if args.ignore_equal:
         log("equal", f"{text}{others} are left out of the negatives")
     elif share > 1:
         log("equal", f"{text}--ignore-equal leaves {others} out of the negatives")

@@ -63,7 +63,16 @@ def is_first_rank():
 def log(label, text, every_rank=False):
     """Print a label and a text in one line. Rank 0 prints; with every_rank=True, every rank does."""
     if every_rank or is_first_rank():
-        print(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}"), flush=True)
+        write(clear_bar(sys.stdout) + one_line(f"{label:<8} {text}") + "\n", sys.stdout)
+
+
+def write(text, stream):
+    """Write text to stdout or stderr at once. If its reader has gone, as in `... | head`, drop all text."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def clear_bar(stream):
@@ -113,7 +122,7 @@ def command(main):
             if message is None:
                 raise
             if is_first_rank() or getattr(error, "every_rank", True):
-                print(f"{clear_bar(sys.stderr)}{script}: {message}", file=sys.stderr, flush=True)
+                write(f"{clear_bar(sys.stderr)}{script}: {message}\n", sys.stderr)
             code = 2
         if dist.is_initialized() and not code:
             dist.destroy_process_group()

@@ -102,7 +102,8 @@ SHARED_FLAGS = {
                             "cross-validation, or TRAIN,TEST; default none"),
     "--cluster": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
                       help="labelled texts, for V-measure and accuracy of k-means; default none"),
-    "--eval-every": dict(group="evaluation", type=at_least(1, int), help="steps between two evaluations"),
+    "--eval-every": dict(group="evaluation", type=at_least(1, int),
+                         help="steps between two evaluations; if not given, at most a quarter of all steps"),
     "--out": dict(group="run", metavar="PATH", help="output folder"),
     "--resume": dict(group="run", action="store_true",
                      help="continue the run in --out; flags that are not given are read from its args.json"),
@@ -113,6 +114,8 @@ SHARED_FLAGS = {
     "--log": dict(group="run", choices=("tensorboard", "wandb"),
                   help="also send the metrics to this tracker, whose package must be installed"),
 }
+# Values of --model that make a new model with random weights. A folder with such a name is never read.
+NEW_MODELS = "scratch", *(f"resnet-{size}" for size in ("small", 18, 34, 50, 101, 152))
 METAVARS = {"int": "N", "float": "X"}                          # {type of a value: its placeholder in --help}
 
 
@@ -199,19 +202,26 @@ class ScriptParser(argparse.ArgumentParser):
             fail(f"--data {parsed.data}: main was called with data, too; give only one of the two")
         if isinstance(data, (str, os.PathLike)):
             given, data = [*given, f"--data={os.fsdecode(data)}"], None
-        args = given
+        args, saved = given, {"command": [], "inputs": {}}
         if getattr(parsed, "resume", False):
-            given = [*saved_command(parsed.out), *given]       # flags given now override those of the run
+            saved |= saved_run(parsed.out)
+            given = [*map(str, saved["command"]), *given]      # flags given now override those of the run
             args = [*given, "--out", parsed.out]               # override the old name of a moved folder
             parsed = super().parse_args(args, namespace)
         implied = (name for name in self.implied if getattr(parsed, name))
         if name := getattr(parsed, "recipe", None) or next(implied, None):
             self.set_defaults(**self.recipes[name].flags | {"recipe": name})
         parsed = super().parse_args(args, namespace)
-        parsed.command, parsed.inputs = given, [*self.inputs]
+        parsed.command, parsed.inputs = given, self.inputs
+        # argparse sets no default for an attribute that exists, so a flag that is not given stays None
+        found = vars(super().parse_args(args, argparse.Namespace(**dict.fromkeys(vars(parsed)))))
+        parsed.given = [name for name, value in found.items() if value is not None]
         if data is not None:
             parsed.data = Table(data)
         self.check_inputs(parsed)
+        for flag, values in input_values(parsed):
+            for value in values:
+                check_path(f"--{flag.replace('_', '-')} {value}", value, saved["inputs"].get(flag))
         if name:
             self.log_recipe(parsed, name)
         return parsed
@@ -250,15 +260,43 @@ class ScriptParser(argparse.ArgumentParser):
         fail(message)
 
 
-def saved_command(out):
-    """Return the command line, as a list of words, that started the run in --out; [] if there is no run."""
+def saved_run(out):
+    """Return {"command": words of the command line, "inputs": {flag: checksum}} of a run, or {}."""
     path = Path(out) / "args.json"
     if not path.is_file():
-        return []
+        return {}
     try:
-        return [*map(str, json.loads(path.read_text(encoding="utf-8"))["command"])]
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {"command": [*saved["command"]], "inputs": dict(saved["inputs"])}
     except (ValueError, LookupError, TypeError) as error:
         fail(f"--resume: {path} is damaged ({type(error).__name__}); start a new run in another folder")
+
+
+def input_values(args):
+    """Return [(flag, its values as strings)] of the given flags that name a file, a folder or a model. A
+    model with random weights, such as scratch, is not listed: a folder of this name is not read."""
+    found = []
+    for name, kind in args.inputs.items():
+        values = getattr(args, name)
+        values = values if isinstance(values, list) else [values]
+        values = [str(value) for value in values if value and not (kind == "model" and value in NEW_MODELS)]
+        if values:
+            found.append((name, values))
+    return found
+
+
+def check_path(flag, value, saved):
+    """Fail if the value of a flag names a pipe or a device, or a path of a resumed run that does not exist.
+
+    saved   checksum of the flag's values in the run that is resumed, which contains a value that was not a
+            path, such as a hub name; None: a new run
+    """
+    for path in [value] if os.path.exists(value) else value.split(","):        # as in TRAIN.tsv,TEST.tsv
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            fail(f"{flag}: neither a file nor a folder; a pipe is not accepted, because data are read twice")
+        if not os.path.exists(path) and value not in (saved or value):
+            fail(f"--resume: {flag} was not found; a relative path begins at the folder in which the run was "
+                 "started, so resume there, or give this flag again")
 
 
 def run_flags(parser, **defaults):
@@ -276,12 +314,10 @@ def text_flags(parser, **defaults):
                             "--chunk-tokens")
 
 
-MODELS = "new models: resnet-small, resnet-18, resnet-34, resnet-50, resnet-101, resnet-152"
-
-
 def image_flags(parser, model, **defaults):
     """Add the flags of a script that trains an image encoder. model: the default of --model."""
-    run_flags(parser, model=(model, f"{model}; {MODELS}"), dev=(None, "the test set in --data"),
+    run_flags(parser, model=(model, f"{model}; new models: {', '.join(NEW_MODELS[1:])}"),
+              dev=(None, "the test set in --data"),
               image_size=(None, "for arrays, the shorter side of their images; for image files, the size "
                                 "in the folder --model, else 224, but at most that of the first images"),
               workers=(None, "CPU cores / processes per machine"), eval_every=1000, impl="auto", **defaults)

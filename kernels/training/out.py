@@ -1,6 +1,8 @@
 """The output folder of a run: checks of --out, atomic writes, model cards, and checksums of inputs."""
 import contextlib
+import fcntl
 import hashlib
+import math
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +12,10 @@ from safetensors import SafetensorError
 from kernels import VERSION
 
 from .errors import fail
+from .flags import input_values
 
 UNFINISHED = ".running"                                        # this file is in --out until the run ends
-HASHED_BYTES = 2**20                                           # only the start of a data file is hashed
+HASHED_FILES = 1000                                            # most files of a folder that are hashed
 
 
 def check_out(args):
@@ -40,6 +43,25 @@ def check_out(args):
                UNFINISHED: "a run without a checkpoint; start it again with --resume",
                None: "files but no checkpoint; empty it"}[started]
     fail(f"--out {out} contains {content}, or choose another folder")
+
+
+def lock(folder, create=False):
+    """Fail if another process writes to this output folder. Return the file that holds the lock, or None.
+
+    The system frees the lock when the file is closed or the process ends. Worker processes do not inherit it.
+    create   True: make the file UNFINISHED if it does not exist. False: return None
+    """
+    path = folder / UNFINISHED
+    if not create and not path.is_file():
+        return None
+    file = open(path, "a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        fail(f"--out {folder}: another process is writing there; wait for its end, or choose another folder")
+    except OSError:                                            # a file system without locks
+        pass
+    return file
 
 
 @contextlib.contextmanager
@@ -120,45 +142,47 @@ package kernels {VERSION}.
         file.write(card)
 
 
-def input_values(args):
-    """Return [(flag, its values as strings)] of the given flags that name a file, a folder or a model."""
-    found = []
-    for name in args.inputs:
-        values = getattr(args, name)
-        values = values if isinstance(values, list) else [values]
-        if values := [str(value) for value in values if value]:
-            found.append((name, values))
-    return found
-
-
 def fingerprints(args):
     """Return {flag: checksum of its inputs}. --resume compares the checksums."""
     return {name: " ".join(map(fingerprint, values)) for name, values in input_values(args)}
 
 
 def fingerprint(value):
-    """Return the checksum of an input. For a file, hash the size and the first megabyte. For a folder, hash
-    the names and sizes of all files, and the content of config.json. Return other values unchanged: hub
-    names, and descriptions of rows in memory, which contain a checksum."""
+    """Return the checksum of an input. A file is hashed as a whole. Of a folder, hash the names and sizes of
+    all files, and the contents of HASHED_FILES files (of all, if there are fewer). Return other values
+    unchanged: hub names, and descriptions of rows in memory, which contain a checksum."""
     digest = hashlib.sha1()
     for name in [value] if os.path.exists(value) else value.split(","):        # as in TRAIN.tsv,TEST.tsv
         path = Path(name)
         if path.is_file():
-            hash_file(digest, path, HASHED_BYTES)
+            hash_file(digest, path)
         elif path.is_dir():
-            for folder, folders, files in os.walk(path, followlinks=True):
-                folders.sort()
-                for file in filter(Path.exists, map(Path(folder).joinpath, sorted(files))):
-                    digest.update(os.fsencode(file.relative_to(path)))
-                    hash_file(digest, file, HASHED_BYTES if file.name == "config.json" else 0)
-        else:                                                  # a hub name, "scratch", rows in memory
+            files = [file for file in files_below(path) if file.is_file()]
+            every = math.ceil(len(files) / HASHED_FILES)
+            for i, file in enumerate(files):
+                digest.update(os.fsencode(file.relative_to(path)) + b" %d " % file.stat().st_size)
+                if i % every == 0:
+                    hash_file(digest, file)
+        else:                                                  # a hub name, rows in memory
             return value
     return digest.hexdigest()
 
 
-def hash_file(digest, path, count):
-    """Add the size and the first `count` bytes of a file to the digest."""
-    digest.update(f" {path.stat().st_size} ".encode())
-    if count:
-        with open(path, "rb") as file:
-            digest.update(file.read(count))
+def files_below(folder):
+    """Yield the path of each file in a folder and its sub-folders, in the order of names. Links to folders
+    are followed, but no folder is visited twice. Names that begin with a dot are left out."""
+    visited = set()
+    for path, folders, files in os.walk(folder, followlinks=True):
+        if os.path.realpath(path) in visited:
+            folders.clear()
+            continue
+        visited.add(os.path.realpath(path))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(path, name) for name in sorted(files) if not name.startswith("."))
+
+
+def hash_file(digest, path):
+    """Add the content of a file to the digest."""
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)

@@ -41,6 +41,8 @@ def read_config(label, name, subfolder="", overrides=(), hint=""):
     hint       end of the message about an unknown name, such as ", or use resnet-18"
     """
     local = Path(name).is_dir()
+    if Path(name).is_file():
+        fail(f"{label}: a file, expected a folder with a config.json and the weights, or a hub name")
     if not local:
         log("hub", f"{name} is downloaded, unless it is in the cache")
     elif not Path(name, subfolder, "config.json").is_file():

@@ -3,11 +3,12 @@ import math
 import resource
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
 
-from .errors import is_first_rank, one_line
+from .errors import is_first_rank, one_line, write
 
 QUIET_SECONDS = 2                                              # on a terminal, shorter work shows no progress
 LOG_SECONDS = 30                                               # time between two lines in a log
@@ -22,7 +23,9 @@ def progress(items, name, unit="", **more):
     more    arguments of tqdm, such as total=
     """
     is_terminal = sys.stderr.isatty()
+    log_file = SimpleNamespace(write=lambda text: write(text, sys.stderr), flush=lambda: None)
     return tqdm(items, one_line(name), unit=unit, disable=not is_first_rank(), delay=QUIET_SECONDS,
+                file=None if is_terminal else log_file,
                 leave=not is_terminal, mininterval=0.1 if is_terminal else LOG_SECONDS,
                 bar_format=None if is_terminal else LOG_FORMAT, **more)
 

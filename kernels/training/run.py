@@ -13,6 +13,7 @@ Each rank computes its share of the global loss. Gradients and logged numbers ar
 All ranks evaluate, but only rank 0 prints and writes files. Without torchrun there is one process, which does
 not use torch.distributed.
 """
+import contextlib
 import functools
 import itertools
 import json
@@ -29,12 +30,13 @@ import transformers
 from kernels import VERSION, choose_impl, similarity_lse
 
 from . import out, ranks
-from .errors import EXIT_STOPPED, UserError, clear_bar, fail, log, signals_handled_by
+from .errors import EXIT_STOPPED, UserError, clear_bar, fail, log, signals_handled_by, write
 from .loop import batches
 from .progress import Clock, peak_gb, step_line
 from .trackers import open_tracker
 
-MAY_CHANGE = "resume", "out", "keep_state", "workers", "log", "command"        # may differ in a resumed run
+# flags and attributes of args that may differ in a resumed run
+MAY_CHANGE = "resume", "out", "keep_state", "workers", "log", "probe_epochs", "command", "given"
 
 
 class Run:
@@ -59,7 +61,7 @@ class Run:
         self.bf16, self.step, self.eval_due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
         self.extra_state = {"step": 0, "before": None, "saved": None}
-        self.clock, self.tracker = Clock(), open_tracker(args)
+        self.clock, self.tracker, self.lock = Clock(), open_tracker(args), None
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -77,23 +79,28 @@ class Run:
         except ValueError as error:
             fail(f"--{error}")
 
-    def begin(self, model, optimizer, total, warmup=0):
+    def begin(self, model, optimizer, total, warmup=0, then=""):
         """Start a new run in --out, with a copy of its flags and script; or, with --resume, continue the run.
 
         total    number of training steps
         warmup   number of steps of learning-rate warm-up
+        then     what follows the training steps, for the printed line, such as ", then a linear probe"
         """
         self.model, self.optimizer, self.total, args = model, optimizer, total, self.args
+        if "eval_every" not in args.given:                     # evaluate at least four times
+            args.eval_every = max(1, min(args.eval_every, total // 4))
         ranks.check_agreement({name: value for name, value in self.settings().items() if name != "data"})
         impl = choose_impl(self.impl, torch.empty(0, device=self.device))
         losses = f"losses in {'Triton' if impl == 'triton' else 'PyTorch'}, " if hasattr(args, "impl") else ""
         log("run", f"seed {args.seed}, {self.world_size} × {self.device.type}, {args.precision}, "
-                   f"{losses}{total:,} steps of {args.batch_size}, writing {args.out}")
+                   f"{losses}{total:,} steps of {args.batch_size}{then}, writing {args.out}")
         if warmup >= total:
             log("note", f"the warm-up has {warmup:,} steps, but the run has only {total:,}: the learning "
                         "rate never reaches --lr; shorten the warm-up, or train longer (--epochs, --steps)")
         torch.manual_seed(args.seed + self.rank)               # from now on, random numbers differ by rank
         has_run = any((self.out / name).is_file() for name in ("args.json", "state.pt"))
+        if args.resume and has_run and self.rank == 0:
+            self.lock = out.lock(self.out)
         rows = self.load_state() if args.resume and has_run else []
         if args.resume and not self.step:
             log("resume", f"no checkpoint in {args.out} yet: starting from the beginning")
@@ -123,7 +130,7 @@ class Run:
         """
         with out.writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / out.UNFINISHED).touch()
+            self.lock = self.lock or out.lock(self.out, create=True)
             for file in self.script.parent.glob(f"{self.script.stem}*.py"):    # cil.py and cil_bags.py
                 (self.out / file.name).write_bytes(file.read_bytes())
         with out.atomic_file(self.out / "args.json") as file:
@@ -228,7 +235,8 @@ class Run:
             sys.exit(EXIT_STOPPED)
         self.signals.append(number)
         if self.rank == 0:                                     # print may fail in a signal handler
-            os.write(1, b"\nstopping soon, at the end of a step; press Ctrl-C again to stop now\n")
+            with contextlib.suppress(OSError):                 # nobody reads stdout any more
+                os.write(1, b"\nstopping soon, at the end of a step; press Ctrl-C again to stop now\n")
 
     def asked_to_stop(self):
         """Return whether any rank received a signal. With several ranks, check only at every tenth step."""
@@ -267,7 +275,7 @@ class Run:
             line = step_line(self.clock, row, total, self.args, self.shown_score)
             evaluated = {"best", "saved"} & values.keys()
             on_bar = sys.stdout.isatty() and not evaluated
-            print(clear_bar(sys.stdout) + line, end="" if on_bar else "\n", flush=True)
+            write(clear_bar(sys.stdout) + line + ("" if on_bar else "\n"), sys.stdout)
 
     def write_metrics(self, row):
         """Append a row to metrics.jsonl and send it to the tracker of --log."""
@@ -321,8 +329,9 @@ class Run:
             if saved.get(name) != now[name]:
                 hint = ""
                 if name in ("steps", "epochs"):                # learning rates of past steps depend on them
-                    hint = (f"; to train a model further, start a new run with --model {self.out} "
-                            "--out NEW")
+                    has_model = (self.out / "config.json").is_file()
+                    hint = (f"; to train its model further, start a new run with --model {self.out} --out NEW"
+                            if has_model else "; start a new run in another folder")
                 fail(f"--resume: {name} was {saved.get(name)} in {self.out}, now it is {now[name]}{hint}")
         for name, checksum in now["inputs"].items():
             if saved["inputs"].get(name) != checksum:

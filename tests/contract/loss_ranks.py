@@ -125,7 +125,7 @@ def run_process(rank, folder):
     dist.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=3)
     torch.save(compute_shares(), folder / str(rank))
     x = torch.ones(1, requires_grad=True)
-    try:                                                       # a second derivative would lack other ranks' parts
+    try:                                                       # a second derivative would lack parts
         torch.autograd.grad(kernels.gather_rows(x, 3).sum(), x, create_graph=True)
     except RuntimeError as error:
         (folder / f"error {rank}").write_text(str(error))

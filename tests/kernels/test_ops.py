@@ -58,7 +58,8 @@ def test_lazily_negated_upstream_gradient(impl, loss):
     q, k = (x.requires_grad_() for x in positive_pairs(12, 4, torch.float32))
     negated, value = torch.tensor(3j, device=DEVICE).conj().imag, LOSSES[loss](q, k, 0.1, impl)
     assert negated.is_neg()
-    found, expected = (torch.autograd.grad(value, (q, k), g, retain_graph=True) for g in (negated, negated + 0))
+    found, expected = (torch.autograd.grad(value, (q, k), g, retain_graph=True)
+                       for g in (negated, negated + 0))
     assert all(map(torch.equal, found, expected))
 
 

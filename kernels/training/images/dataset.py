@@ -6,7 +6,7 @@ import torch.distributed as dist
 from kernels import gather_rows, own_rows
 
 from ..errors import fail
-from ..loop import batches, steps_per_epoch
+from ..loop import batches, check_batch_size, steps_per_epoch
 from ..progress import progress
 from . import encoders
 from .augmentation import flip
@@ -42,7 +42,8 @@ class ImageDataset:
             fail(f"--dev {args.dev}: {missing} has no labels, but kNN needs labels in --dev and --data")
         self.test = test if labelled else None
         self.renumber_labels()
-        self.check_batch_size(0 if args.evaluate else args.batch_size)
+        if not args.evaluate:
+            check_batch_size(len(self), self.path, args.batch_size, "images")
 
     def __len__(self):
         return len(self.train)
@@ -62,11 +63,6 @@ class ImageDataset:
             found = ", ".join(self.classes[int(label)] for label in self.test.labels.unique()[:3])
             fail(f"{self.path}: no class of the test images ({found}, ...) is a class of the training images "
                  f"({', '.join(self.classes[:3])}, ...)")
-
-    def check_batch_size(self, batch):
-        """Fail if there are fewer training images than a batch needs."""
-        if batch > len(self):
-            fail(f"{self.path}: {len(self):,} images, expected at least --batch-size, which is {batch}")
 
     def describe(self):
         """Return text such as "600 images from shapes.npz, views of 16 px, 6 classes, 300 test images"."""

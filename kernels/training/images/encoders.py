@@ -70,7 +70,8 @@ def read_mean_std(name):
 
 def read_size(name):
     """Return the side in pixels of the input images of a model, as saved in its folder; 224 if not saved."""
-    size = read_json(name, "preprocessor_config.json").get("size", 224) if Path(name).is_dir() else 224
+    is_saved = name not in RESNETS and Path(name).is_dir()
+    size = read_json(name, "preprocessor_config.json").get("size", 224) if is_saved else 224
     return size.get("shortest_edge", 224) if isinstance(size, dict) else size  # a number in older files
 
 
@@ -100,6 +101,10 @@ class ImageEncoder(nn.Module):
         """Return the head's output (n, D) float32 for views (n, 3, S, S) in [0, 1]. With --chunk-size, views
         are encoded in chunks (GradCache); a batch norm then uses the statistics of one chunk at a time."""
         chunks = views.split(self.chunk_size or len(views))
+        has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self.head)
+        if self.training and has_norm and len(chunks[-1]) == 1:
+            fail(f"--chunk-size {self.chunk_size}: the last chunk of {len(views)} views has 1 view, but the "
+                 "batch norms of the head need at least 2; choose another size")
         module = self if self.chunk_size else None
         return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
@@ -134,7 +139,7 @@ def load_head(name, flag="--model"):
     """Return (head, class names) saved in a folder. A projection head has None instead of class names. Return
     (None, None) if the folder contains no head.safetensors."""
     path, layers = Path(name, HEAD), []
-    if not path.is_file():
+    if name in RESNETS or not path.is_file():
         return None, None
     with loading(f"{flag} {name}: {HEAD}"):
         with safe_open(path, "pt") as file:

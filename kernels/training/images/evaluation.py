@@ -1,4 +1,6 @@
 """Evaluation of image encoders: accuracy of k nearest neighbours (kNN), a linear probe, or a classifier."""
+from unicodedata import normalize
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ def evaluate_before(model, images, run):
             began = run.clock.seconds()
             run.log_initial_scores(evaluate(model, images, run.impl))
             run.clock.count_pause(began)
-        log("before", f"kNN {run.extra_state['before']['knn']:.2f} %")
+        log("before", f"kNN {run.extra_state['before']['knn']:.2f} % (k = {neighbours(images)})")
 
 
 def evaluate_and_save(model, images, run):
@@ -32,6 +34,12 @@ def evaluate_and_save(model, images, run):
     scores = evaluate(model, images, run.impl) if images.test else {}
     if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
         encoders.save_encoder(model, run, images.size)
+
+
+def probe_text(model, images, args):
+    """Return the text that announces the linear probe at the end of a run, or "" if there is none."""
+    has_probe = images.test and not model.classes and args.probe_epochs
+    return f", then {args.probe_epochs} epochs of a linear probe (--probe-epochs)" if has_probe else ""
 
 
 def finish(model, images, run, linear_probe):
@@ -57,11 +65,17 @@ def average_batch_statistics(model):
             statistic /= dist.get_world_size()
 
 
-def knn_accuracy(bank, bank_labels, queries, labels, k=200, temperature=0.1, impl="auto"):
+def neighbours(images):
+    """Return the number k of neighbours: 200, or the size of the smallest class if this is less, because
+    more neighbours cannot all have the label of the query."""
+    return min(200, int(images.train.labels.unique(return_counts=True)[1].min()))
+
+
+def knn_accuracy(bank, bank_labels, queries, labels, k, temperature=0.1, impl="auto"):
     """Return the percentage of queries that their k nearest neighbours label correctly. The neighbours are
     rows of `bank`; each votes for its own label with weight exp(cosine similarity / temperature)."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
-    cosine, at = similarity_topk(queries, bank, min(k, len(bank)), impl=impl)
+    cosine, at = similarity_topk(queries, bank, k, impl=impl)
     votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)
     votes.scatter_add_(1, bank_labels[at], (cosine / temperature).exp())
     return 100 * (votes.argmax(1) == labels).float().mean().item()
@@ -74,13 +88,13 @@ def evaluate(model, images, impl="auto"):
     bank = images.encode_split(images.train, model)
     queries = images.encode_split(images.test, model)
     bank_labels, labels = (split.labels.to(bank.device) for split in (images.train, images.test))
-    return {"knn": knn_accuracy(bank, bank_labels, queries, labels, impl=impl)}
+    return {"knn": knn_accuracy(bank, bank_labels, queries, labels, neighbours(images), impl=impl)}
 
 
 def accuracy(model, images):
     """Return the percentage of test images that a classifier labels correctly. The classes of model and test
     images are matched by name. Images of a class that the model does not know count as errors."""
-    numbers = {name: i for i, name in enumerate(model.classes)}
+    numbers = {normalize("NFC", name): i for i, name in enumerate(model.classes)}
     labels = torch.tensor([numbers.get(name, -1) for name in images.classes])[images.test.labels]
     correct = images.encode_split(images.test, model, logits=True).argmax(1).cpu() == labels
     return 100 * correct.float().mean().item()
@@ -103,7 +117,7 @@ def evaluate_model(args, script, crops, linear_probe):
     images.to_device(run)
     scores = {}
     if args.data:
-        scores["kNN"] = evaluate(model, images, run.impl)["knn"]
+        scores[f"kNN (k = {neighbours(images)})"] = evaluate(model, images, run.impl)["knn"]
     if args.data and args.probe_epochs:
         scores["linear"] = linear_probe(model, images, run)
     if classes:

@@ -4,12 +4,14 @@ import contextlib
 import os
 import pickle
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import torch
 
 from ..data import read_table
 from ..errors import UserError, fail, is_out_of_memory, total_memory
+from ..out import files_below
 from .loading import ImageArrays, ImageFiles
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -128,12 +130,8 @@ class BatchUnpickler(pickle.Unpickler):
 def list_folder(path):
     """Return (folder, names of the image files below it, their labels or None). A label is the name of the
     folder directly below `path` that contains the file. Files and folders named .* are left out."""
-    names = []
-    for folder, folders, files in os.walk(path, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        inside = os.path.relpath(folder, path)
-        names += [os.path.normpath(os.path.join(inside, name)) for name in sorted(files)
-                  if name.lower().endswith(EXTENSIONS) and not name.startswith(".")]
+    files = (str(file.relative_to(path)) for file in files_below(path))
+    names = [name for name in files if name.lower().endswith(EXTENSIONS)]
     if not names:
         fail(f"{path}: no image files in this folder; expected files that end in {', '.join(EXTENSIONS)}")
     labels = [name.partition(os.sep)[0] if os.sep in name else None for name in names]
@@ -155,7 +153,14 @@ def list_table(path):
             return "expected a file name and a label, or a file name alone"
 
     header, table = read_table(path, check, names=("file",))
-    file = [name.lower() for name in header or ["file"]].index("file") if header else 0
+    names = [name.lower() for name in header or []]
+    file = names.index("file") if "file" in names else 0
     rows = [[cell.strip() for cell in cells] for _, cells in table]
     labels = [cells[1 - file] for cells in rows] if len(rows[0]) == 2 else None
-    return path.parent, [cells[file] for cells in rows], labels
+    return path.parent, [find_name(path.parent, cells[file]) for cells in rows], labels
+
+
+def find_name(folder, name):
+    """Return the name of a file in a folder. An é in it may be one character (NFC) or two (NFD)."""
+    spellings = [name] if name.isascii() else [name, normalize("NFC", name), normalize("NFD", name)]
+    return next((spelling for spelling in spellings if (folder / spelling).exists()), name)

@@ -3,6 +3,7 @@
 A batch is (epoch, row numbers of images). A Cutter chooses boxes in these images; a resized box is a view.
 The views depend only on the batch and the Cutter, not on the number of workers.
 """
+import atexit
 import functools
 import importlib.util
 import itertools
@@ -10,6 +11,7 @@ import multiprocessing
 import os
 import signal
 from typing import NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from .augmentation import Crops, centre_crop_boxes, crop_and_resize, to_float
 # The formats that Pillow may open. For some other formats, Pillow would start external programs.
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits or fewer per channel
+ORIENTATION = 0x0112           # EXIF tag: how to turn the image; above 4, width and height change places
 REPAIR = "repair or delete it, or start again with --skip-damaged"
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # False: no workers, as they would start slowly
 
@@ -106,6 +109,7 @@ class ImageFiles(ImageSource):
     def __init__(self, path, folder, paths, labels, workers, skip):
         if importlib.util.find_spec("PIL") is None:
             fail(f"{path}: reading image files needs the package Pillow; run pip install Pillow")
+        labels = labels and [normalize("NFC", name) for name in labels]
         numbers = {name: number for number, name in enumerate(sorted({*(labels or ())}))}
         labels = torch.tensor([numbers[name] for name in labels]) if labels else None
         super().__init__(len(paths), labels, {number: name for name, number in numbers.items()})
@@ -180,9 +184,19 @@ def parallel_map(function, items, workers):
 
 
 def ignore_signals(_):
-    """Ignore Ctrl-C and a closed terminal in a worker, because the current step still needs the worker."""
+    """Ignore all signals that stop a run in a worker, because the current step still needs the worker."""
     for kind in SIGNALS:
-        signal.signal(kind, signal.SIG_DFL if kind == signal.SIGTERM else signal.SIG_IGN)
+        signal.signal(kind, signal.SIG_IGN)
+
+
+@atexit.register
+def kill_workers():
+    """Kill workers that still run when this process ends. multiprocessing would wait for them, because they
+    ignore its SIGTERM."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)              # DataLoader would report the death of a worker
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def open_image(path):
@@ -214,19 +228,22 @@ def describe_damage(path, error):
 def crop_files(source, cutter, epoch, rows):
     """Crop and resize n image files. Return views (views, n, size, size, 3) uint8, or a text that describes a
     damaged file. A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if no crop gets smaller than `size`."""
-    from PIL import Image
+    from PIL import Image, ImageOps
     method = Image.Resampling.BICUBIC if cutter.bicubic else Image.Resampling.BILINEAR
     size, found = cutter.size, []
     for row in rows:
         try:
             with open_image(source.path(row)) as image:
-                width, height = image.size
+                # a camera stores how it was held; Pillow swaps the sides of a TIFF itself
+                is_turned = image.getexif().get(ORIENTATION, 1) > 4 and image.format != "TIFF"
+                width, height = image.size[::-1] if is_turned else image.size
                 boxes = cutter.boxes(epoch, np.array([row]), np.array([[width, height]]))[:, 0]
                 shrink = max(1, boxes[:, 2:].min() // size)
-                image.draft(None, (max(1, width // shrink), max(1, height // shrink)))
-                scale = np.tile([image.size[0] / width, image.size[1] / height], 2)
+                image.draft(None, (max(1, image.width // shrink), max(1, image.height // shrink)))
+                upright = ImageOps.exif_transpose(image)
+                scale = np.tile([upright.width / width, upright.height / height], 2)
                 boxes[:, 2:] += boxes[:, :2]                   # left, top, right, bottom
-                rgb = image if image.mode == "RGB" else image.convert("RGB")
+                rgb = upright if upright.mode == "RGB" else upright.convert("RGB")
                 corners = [[*map(round, corner)] for corner in (boxes * scale).tolist()]
                 views = (rgb.crop(corner).resize((size, size), method) for corner in corners)
                 found.append([*map(np.asarray, views)])

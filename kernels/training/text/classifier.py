@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from inspect import signature
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -13,8 +14,19 @@ from transformers import AutoModelForSequenceClassification
 from kernels import check_rows, checks
 
 from .. import out
-from ..data import NUMBER, empty_cell, iter_texts, join_names, normalise_name, read_table, show_cells
+from ..data import (
+    NUMBER,
+    empty_cell,
+    header_note,
+    iter_texts,
+    join_names,
+    normalise_name,
+    read_table,
+    refuse_identifiers,
+    show_cells,
+)
 from ..errors import fail, log
+from ..loop import check_batch_size
 from ..out import atomic_output, save_tokenizer
 from ..progress import progress
 from ..run import Run
@@ -44,7 +56,8 @@ def load_rows(path, args):
     """Read a file and print a summary. Return [(tuple of one or two texts, label)]: a label is an index into
     args.labels or, in regression, a number. If args.labels is None, infer_task sets it from this file."""
     table, texts, label = find_columns(path, args)
-    rows = [(place, tuple(cells[i] for i in texts), cells[label].strip()) for place, cells in table]
+    rows = [(place, tuple(cells[i] for i in texts), normalize("NFC", cells[label].strip()))
+            for place, cells in table]
     for place, sentences, answer in rows:
         if fault := empty_cell((*sentences, answer)):
             fail(f"{path} {place}: {fault}")
@@ -54,7 +67,7 @@ def load_rows(path, args):
     if args.task == "regression":
         values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
     else:
-        values = {answer: i for i, answer in enumerate(args.labels)}
+        values = {normalize("NFC", answer): i for i, answer in enumerate(args.labels)}
         wanted = f"one of the labels of {args.data or args.model}: {', '.join(args.labels)}"[:300]
     for place, _, answer in rows:
         if answer not in values:
@@ -84,8 +97,7 @@ def infer_task(counts, path, args):
         fail(f"--metric {args.metric}: the task is {args.task}, expected {', '.join(METRICS[args.task])}")
     if len(counts) == 1:
         fail(f"{path}: every label is {min(counts)!r}; expected at least two different labels")
-    if args.batch_size > counts.total():
-        fail(f"{path}: {counts.total()} rows, expected at least --batch-size, which is {args.batch_size}")
+    check_batch_size(counts.total(), path, args.batch_size, least=1)
 
 
 def find_columns(path, args):
@@ -96,7 +108,9 @@ def find_columns(path, args):
     names are stored in args, so that files read later, such as --dev, must have these columns.
     """
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
-    header, table, _ = read_table_with_names(path, asked)
+    header, table, has_header = read_table_with_names(path, asked)
+    if not (has_header or args.label_column) and table.kind in (".csv", ".tsv"):
+        header = find_label_header(table, args) or header
     names = [normalise_name(name) for name in header]
     usual = next((name for name in ("label", "score") if name in names), names[-1])
     label = normalise_name(args.label_column or usual)
@@ -108,10 +122,24 @@ def find_columns(path, args):
              f"and one of labels (now {label[:40]}); name them by --text-columns and --label-column")
     *indices, last = (names.index(name) for name in (*texts, label))
     if not args.text_columns:
+        refuse_identifiers(table, indices, "--text-columns")
         cells = next(iter(table))[1]
-        log("first", show_cells([*["text"] * len(indices), "label"], [cells[i] for i in (*indices, last)]))
+        log("first", show_cells([*["text"] * len(indices), "label"], [cells[i] for i in (*indices, last)])
+            + header_note(table))
     args.text_columns, args.label_column = [header[i] for i in indices], header[last]
     return table, indices, last
+
+
+def find_label_header(table, args):
+    """Return the names in the first row if it is a header, else None. It is one if its last cell is no label:
+    no other row has it, while the labels of the other rows are known (args.labels), repeated, or numbers."""
+    row, *rows = (cells for _, cells in table)
+    others = Counter(cells[-1].strip() for cells in rows)
+    known = set(args.labels or ())
+    are_labels = others.keys() <= known if known else all(
+        times > 1 or re.fullmatch(NUMBER, label) for label, times in others.items())
+    is_label = row[-1].strip() in {*others, *known} or re.fullmatch(NUMBER, row[-1].strip())
+    return table.set_header(row) if others and are_labels and not is_label else None
 
 
 def read_table_with_names(path, names):

@@ -69,9 +69,11 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
     max_length = NO_LIMIT if whole else min(run.args.max_length, model.max_length)
     if run.rank == 0:
         with writing(folder):
-            cut = write_tokens(table, model, max_length, folder)
+            cut, unknown = write_tokens(table, model, max_length, folder)
         if not whole:
-            log(name, f"{cut:,} of {columns * len(table):,} sentences truncated to {max_length} tokens")
+            token = model.tokenizer.unk_token
+            log(name, f"{cut:,} of {columns * len(table):,} sentences truncated to {max_length} tokens"
+                      + (f"; {100 * unknown:.1f} % of the tokens are {token}" if unknown else ""))
     if run.world_size > 1:
         dist.barrier()
     if not folder.is_dir():
@@ -81,22 +83,25 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
 
 
 def write_tokens(table, model, max_length, folder):
-    """Write the table's tokens into a folder, and return the number of truncated sentences.
+    """Write the table's tokens into a folder. Return (number of truncated sentences, share of unknown
+    tokens).
 
     The folder gets two files. `ids` (int32): the token ids of all sentences, in order. `ends` (int64): 0,
     then for each sentence the position in `ids` where the sentence ends.
     """
-    done, cut, rows = 0, 0, (model.add_prompts(cells) for _, cells in table)
+    done, cut, unknown, rows = 0, 0, 0, (model.add_prompts(cells) for _, cells in table)
     folder.mkdir(exist_ok=True)
     with open(folder / "ids", "wb") as ids, open(folder / "ends", "wb") as ends:
         ends.write(bytes(8))
         for part in text_batches(rows, count_characters):
             sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, max_length)
             part_ends = done + np.cumsum([len(sentence) for sentence in sentences])
-            ids.write(np.concatenate(sentences).tobytes())
+            part_ids = np.concatenate(sentences)
+            unknown += int((part_ids == model.tokenizer.unk_token_id).sum())
+            ids.write(part_ids.tobytes())
             ends.write(part_ends.tobytes())
             done, cut = part_ends[-1], cut + more
-    return cut
+    return cut, unknown / done
 
 
 class TokenRows:
