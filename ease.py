@@ -51,14 +51,8 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, gather_rows, info_nce, own_rows, similarity_lse
 from kernels.training.data import normalise_name, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
-from kernels.training.loop import (
-    all_reduce_gradients,
-    check_batch_size,
-    set_lr,
-    steps_per_epoch,
-    warmup_linear,
-)
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vectors, make_records
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run

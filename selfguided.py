@@ -46,14 +46,8 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.data import IDENTIFIER, header_note, normalise_name, read_table, show_cells
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, text_flags
-from kernels.training.loop import (
-    all_reduce_gradients,
-    check_batch_size,
-    set_lr,
-    steps_per_epoch,
-    warmup_linear,
-)
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, text_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.papers.selfguided_layers import (
     check_layer_study,
     compare_layers,

@@ -57,20 +57,22 @@ from torch import nn
 import kernels
 from kernels import check_rows, gather_rows, nt_xent, own_rows
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
+from kernels.training.flags import (
+    Recipe,
+    ScriptParser,
+    at_least,
+    check_batch_size,
+    fill_defaults,
+    image_flags,
+    ratio,
+)
 from kernels.training.images import encoders as nets
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
 from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import train_probe
-from kernels.training.loop import (
-    all_reduce_gradients,
-    check_batch_size,
-    set_lr,
-    steps_per_epoch,
-    warmup_cosine,
-)
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
 from kernels.training.papers.simclr_lars import make_optimizer
 from kernels.training.papers.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
 from kernels.training.precision import gather_keys, loss_autocast

@@ -51,8 +51,8 @@ import torch.nn.functional as F
 from kernels import check_rows, checks, gather_rows, nt_xent, own_rows, similarity_topk
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
-from kernels.training.loop import all_reduce_gradients, check_batch_size, steps_per_epoch
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
+from kernels.training.loop import all_reduce_gradients, steps_per_epoch
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model

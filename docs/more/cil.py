@@ -53,14 +53,8 @@ from kernels import check_rows, checks, embed_in_chunks, own_rows, similarity_ls
 from kernels.losses import upcast
 from kernels.training import loop
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
-from kernels.training.loop import (
-    all_reduce_gradients,
-    check_batch_size,
-    set_lr,
-    steps_per_epoch,
-    warmup_linear,
-)
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, ratio, run_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run

@@ -46,11 +46,10 @@ sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from kernels import embed_in_chunks, info_nce, nt_xent, own_rows
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, text_flags
+from kernels.training.flags import Recipe, ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
 from kernels.training.loop import (
     UncorrectedAdamW,
     all_reduce_gradients,
-    check_batch_size,
     decay_groups,
     set_lr,
     steps_per_epoch,

@@ -43,8 +43,8 @@ from kernels.training.data import (
     read_table,
 )
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, run_flags
-from kernels.training.loop import all_reduce_gradients, check_batch_size, set_lr, steps_per_epoch
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, run_flags
+from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
 from kernels.training.run import Run
 from kernels.training.text.checkpoint import load_hint, save
 from kernels.training.text.encoders import build_encoder, describe_model

@@ -331,3 +331,13 @@ def fill_defaults(args, defaults):
     for name, value in defaults.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+
+
+def check_batch_size(rows, path, batch_size, unit="rows", least=2):
+    """Fail if the training data at `path` have fewer rows than a batch, or if a batch has fewer than `least`:
+    a contrastive loss needs two."""
+    if batch_size < least:
+        fail(f"--batch-size {batch_size}: expected at least {least}")
+    if rows < batch_size:
+        fail(f"{path}: {rows:,} {unit}, fewer than --batch-size, which is {batch_size:,}; give a smaller "
+             "--batch-size")

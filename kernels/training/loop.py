@@ -8,16 +8,6 @@ from .errors import fail
 from .ranks import world_size
 
 
-def check_batch_size(rows, path, batch_size, unit="rows", least=2):
-    """Fail if the training data at `path` have fewer rows than a batch, or if a batch has fewer than `least`:
-    a contrastive loss needs two."""
-    if batch_size < least:
-        fail(f"--batch-size {batch_size}: expected at least {least}")
-    if rows < batch_size:
-        fail(f"{path}: {rows:,} {unit}, fewer than --batch-size, which is {batch_size:,}; give a smaller "
-             "--batch-size")
-
-
 def batches(rows, size, seed, step=0, min_rows=2):
     """Yield the row indices of the global batch (of all ranks) for each step after `step`, without end.
 

@@ -325,7 +325,8 @@ class Run:
     def refuse_changes(self, saved):
         """Fail if a setting, or the content of an input, differs from `saved`, the dict in args.json."""
         now = json.loads(json.dumps(self.settings()))
-        for name in now.keys() - {"data", "inputs"}:           # --data is compared by its checksum
+        # --data is compared by its checksum; the default of --eval-every depends on the number of steps
+        for name in now.keys() - {"data", "inputs"} - ({"eval_every"} - {*self.args.given}):
             if saved.get(name) != now[name]:
                 hint = ""
                 if name in ("steps", "epochs"):                # learning rates of past steps depend on them

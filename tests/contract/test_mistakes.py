@@ -56,7 +56,7 @@ MISTAKES = [
     ("simcse --columns sent0 nothing", {}, "few.csv | --columns | nothing | sent0, sent1, hard_neg"),
     ("simcse --evaluate --model bert", {}, "--evaluate | nothing to evaluate | --dev"),
     ("selfguided --evaluate --dev sts.tsv", {}, "--model scratch | untrained"),
-    ("simcse --model few.csv", {}, "--model few.csv | no such folder"),
+    ("simcse --model few.csv", {}, "--model few.csv | a file, expected a folder"),
     # ── data ──
     ("simcse --data none.csv", {}, "none.csv | No such file"),
     ("vascl --data a.txt", {"a.txt": ""}, "a.txt | no rows"),
@@ -71,6 +71,13 @@ MISTAKES = [
     ("simcse --dev a.tsv", {"a.tsv": "a\tb\t1\nA\tB\tfive\n"}, "a.tsv line 2 | five | from 0 to 5"),
     ("childtuning --dev a.tsv", {"a.tsv": "sentence\tlabel\nA\tkitchen\nB\tgarden\n"},
      "a.tsv line 3 | garden | topics.tsv | kitchen"),
+    ("simcse --data a.tsv", {"a.tsv": "A man.\tHe eats.\t3.04\n" * 9}, "a.tsv | column 3 | 3.04 | --columns"),
+    ("vascl --data a.tsv", {"a.tsv": "".join(f"q{i}\tText {i}.\n" for i in range(9))},
+     "a.tsv | column 1 | q0 | --columns"),
+    ("childtuning --data a.csv", {"a.csv": "id,text,label\nx1,A,b\nx2,C,d\n"}, "a.csv | x1 | --text-columns"),
+    ("selfguided --columns text --data a.jsonl", {"a.jsonl": '{"text": ["A", "B"]}\n' * 9}, "line 1 | only texts"),
+    ("docs/more/simcls --data a.jsonl", {"a.jsonl": '["A", "B", ["C", "D"]]\n["A", "B", ["C"]]\n'},
+     "a.jsonl line 2 | 3 texts, expected 4 as in the first row"),
     ("ease --entity-vectors a.txt", {"a.txt": "1 2\nENTITY/A 1 2\n"}, "a.txt | entities | ENTITY/"),
     ("ease --data a.csv", {"a.csv": "sent0,sent1\nA,b\n"}, "a.csv | columns sent0, sent1 | text"),
     ("ease --data a.csv", {"a.csv": "text,entity,negative_entity\n" + "A,B,C\n" * 4 + "D,E,E\n"},
@@ -116,7 +123,7 @@ def files_in(folder):
 def check_refusal(done, script, message):
     """Check for exit code 2, and a line "SCRIPT.py: ..." on stderr with all parts of "PART | PART"."""
     assert done.code == 2, done.errors
-    assert re.fullmatch(rf"{script}\.py: [^\x00-\x1f\x7f]+\n", done.errors), done.errors
+    assert re.fullmatch(rf"{Path(script).name}\.py: [^\x00-\x1f\x7f]+\n", done.errors), done.errors
     assert [part for part in message.split(" | ") if part not in done.errors] == [], done.errors
 
 
@@ -130,8 +137,16 @@ def test_mistakes(command, made, message, condition, here):
     assert files_in(here) == before
 
 
+@pytest.mark.parametrize("command, made, message", [
+    ("simclr --form code --chunk-size 5", {}, "--chunk-size 5 | 1 view | batch norms"),
+    ("simcse --ignore-equal --data a.csv", {"a.csv": "A dog,A cat\n" * 9}, "--ignore-equal | no negatives")])
+def test_mistakes_during_training(command, made, message, here):
+    change_files(here, made)
+    check_refusal(run(words(command), here), command.split()[0], message)
+
+
 @pytest.mark.parametrize("script, keep, message", [
-    ("simcse", set(), "step 2 | not finite | no checkpoint | --lr"),
+    ("simcse --eval-every 3", set(), "step 2 | not finite | no checkpoint | --lr"),
     ("moco --eval-every 1", {"state.pt", "model.safetensors"}, "finite | checkpoint of step 1 | --lr")])
 def test_loss_that_is_not_finite(script, keep, message, here):
     """The run ends with exit code 2 and one line. If it has saved a checkpoint, the checkpoint remains."""

@@ -80,7 +80,7 @@ def test_run(tmp_path):
     learning rate of the released code: --lr · min(t^-½, t · 10,000^-1½)."""
     dev = write(tmp_path / "dev.csv", HEADER, *([*row, "0.1 0.25 0.5 0.9"] for row in ROWS))
     flags = ["--model", "scratch", "--data", write(tmp_path / "data.csv", HEADER[:6], *ROWS), "--dev", dev]
-    result = run("simcls", tmp_path / "out", *flags, "--eval-every", 3, "--lr", 10, "--steps", 6)
+    result = run("simcls", tmp_path / "out", *flags, "--eval-every", 3, "--lr", 10, "--steps", 6, "--seed", 2)
     assert [step["lr"] for step in result.steps] == pytest.approx([10e-6 * t for t in range(1, 7)])
     first, last = (result.steps[i]["dev_chosen"] for i in (2, 5))
     assert first > last and result.run.extra_state["saved"]["chosen"] == first

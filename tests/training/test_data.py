@@ -64,7 +64,11 @@ def test_every_format_has_the_same_rows(kind, content, names, rows, place, compr
     ("a.xlsx", "A,b\n", r": expected a name that ends in \.txt, .*, \.parquet"),
     ("a.parquet", "A,b\n", ": .* needs the package pyarrow"),
     ("a.jsonl", '{"query": "A"}\n{"query": "A", "b": "c"}\n', " line 2: column 'b' is not in the first row"),
-    ("a.jsonl", '{"query": "A", "pos": ["b", " "]}\n', " line 1: an empty cell")])
+    ("a.jsonl", '{"query": "A", "pos": ["b", " "]}\n', " line 1: an empty cell"),
+    ("a.csv", "query,body\nA dog.,It runs.\n", ": columns not known as .*: body; .* by --columns"),
+    ("a.csv", "query,passage\nA,b\nquery,passage\n", " line 3: equal to the header, the first row; delete"),
+    ("a.tsv", '"query"\t"passage"\n"A"\t"b"\n', ": a cell is quoted as in .csv, but a .tsv has no quotes"),
+    ("a.tsv", 'x1\t"A"\nx2\t"b"\n', ": a cell is quoted as in .csv")])
 def test_wrong_files_are_refused(name, content, wanted, tmp_path, monkeypatch):
     """The message names the file, the row, and what is wrong."""
     for package in ("pyarrow", "pyarrow.parquet"):             # as if pyarrow were not installed
@@ -105,15 +109,30 @@ def test_roles(kind, content, columns, header, row, tmp_path):
 
 
 @pytest.mark.parametrize("name, columns, rows", [
-    ("a.csv", None, ["cat,feline", "dog,canine"]), ("a.csv", ["2", "1"], ["Frage,Antwort", "Ein Hund,A dog"]),
+    ("a.csv", None, ["cat,feline", "dog,canine"]), ("a.csv", ["2", "1"], ["Hi!,Hello", "Ein Hund,A dog"]),
     ("a.csv", None, ["Answer,He said so to a man.", "A man eats.,He eats."]),
+    ("a.csv", None, ["same,same", "A dog,Ein Hund"]), ("a.csv", None, ["a,1", "A dog,Ein Hund"]),
     ("a.tsv", None, ["One, two; three.", "One, or two.", "One, two, three; four."])])
 def test_nothing_is_guessed_from_texts(name, columns, rows, tmp_path):
-    """Without two usual column names, a first row of several cells is data. A sentence may contain commas."""
+    """A first row whose cells are no names, or like those of other rows, is data. A text may have commas."""
     (tmp_path / name).write_text("\n".join(rows))
     cells = [row.split(",") if name == "a.csv" else [row] for row in rows]
     _, table = read_table(tmp_path / name, roles=SENTENCE_COLUMNS, columns=columns)
     assert [cells for _, cells in table] == [row[::-1] if columns else row for row in cells]
+
+
+@pytest.mark.parametrize("lines, columns, header, rows", [
+    (["sentence_a,sentence_b", "A dog.,A cat."], None, ["anchor sentence_a", "positive sentence_b"], 1),
+    (["Frage,Antwort", "Ein Hund,A dog", "Ja,Yes!"], ["2", "1"],
+     ["anchor Antwort", "positive Frage"], 2),
+    (["doc_id,body", "d1,A dog.", "d2,A cat."], ["2"], ["anchor body"], 2),
+    (["doc_id,body", "d1,A dog.", "d2,A cat."], ["body"], ["anchor body"], 2),
+    ([",doc,body", "0,d1,A dog."], ["body"], ["anchor body"], 1)])
+def test_unusual_headers(lines, columns, header, rows, tmp_path):
+    """A first row of different words is a header if the other rows have no words in some column."""
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    found, table = read_table(tmp_path / "a.csv", roles=SENTENCE_COLUMNS, columns=columns)
+    assert found == header and len(table) == len([*table]) == rows
 
 
 def test_lists_of_positives_and_negatives(tmp_path, capsys):
@@ -126,6 +145,8 @@ def test_lists_of_positives_and_negatives(tmp_path, capsys):
     path.write_text('{"query": "q", "pos": ["a"], "neg": ["c", "d", "e"]}\n'
                     '{"query": "r", "pos": ["b"], "neg": ["f"]}\n')
     with pytest.raises(UserError, match="line 2: 3 texts, expected 5 as in the first row; --negatives N .*"):
+        read_table(path, roles=SENTENCE_COLUMNS, negatives=None)
+    with pytest.raises(UserError, match="expected 5 as in the first row$"):    # a script without --negatives
         read_table(path, roles=SENTENCE_COLUMNS)
     _, table = read_table(path, roles=SENTENCE_COLUMNS, negatives=2)
     assert ["".join(cells) for _, cells in table] == ["qacd", "rbff"]

@@ -17,7 +17,8 @@ GOOD_DATA = "--data good.csv --model scratch --batch-size"
     ("simcse", "", "the following arguments are required: --data"),
     ("simcse", "--resume --out none", "--resume: no run in none"),
     ("simclr", "--data a.npz --finetune b.npz", "--finetune gives the training data; leave out --data"),
-    ("simcse", f"{GOOD_DATA} 4", r"good\.csv: 3 rows, expected at least 2 and at least --batch-size \(4\)"),
+    ("simcse", f"{GOOD_DATA} 4", r"good\.csv: 3 rows, fewer than --batch-size, which is 4; give a smaller .*"),
+    ("simcse", f"{GOOD_DATA} 1", "--batch-size 1: expected at least 2"),
     ("simcse", f"{GOOD_DATA} 2 --max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),
     ("simcse", f"{GOOD_DATA} 2.5", r"argument --batch-size: invalid int value: '2\.5'"),
     ("simcse", f"{GOOD_DATA} 2 --lr nan", "argument --lr: nan: expected a number of at least 0")])
@@ -38,16 +39,39 @@ def test_a_flag_given_as_0_is_no_missing_flag():
     ("test", ["b.txt", "a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
     ("guide", "model", lambda: Path("model/config.json").write_text('{"act": "relu"}')),
     ("model", "model", lambda: Path("model/new.json").touch()),
+    ("model", "model", lambda: Path("model/weights").write_text("B man ate.\n")),
+    ("data", "large.txt", lambda: Path("large.txt").write_text("A" * 2**21 + "B")),
     ("data", "images", lambda: Path("images/a/0.png").write_text("smaller")),
+    ("data", "images", lambda: Path("images/a/0.png").write_text("A dog ate.\n")),
     ("data", "images", lambda: os.rename("images/a/0.png", "images/b/1.png")),
     ("data", "images", lambda: os.unlink("images/a/0.png"))])
 def test_checksum_changes_with_the_input(flag, value, change, cwd):
-    """A file's checksum depends on size and first megabyte, a folder's on names, sizes and config.json."""
-    for path in "a.txt", "b.txt", "images/a/0.png", "images/b/0.png", "model/config.json":
+    """A checksum depends on the content of a file, and on the names, sizes and contents of a folder's files."""
+    Path("large.txt").write_text("A" * 2**21 + "A")
+    for path in "a.txt", "b.txt", "images/a/0.png", "images/b/0.png", "model/config.json", "model/weights":
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"act": "gelu"}) if path.endswith("json") else "A man ate.\n")
-    args = SimpleNamespace(inputs=[flag], **{flag: value})
+    args = SimpleNamespace(inputs={flag: "model"}, **{flag: value})
     before = fingerprints(args)
     assert before == fingerprints(args)
     change()
     assert before[flag] != fingerprints(args)[flag]
+
+
+def test_large_folders_and_names_of_new_models(cwd):
+    """Of 2,001 files, every third is hashed; sizes count for all. A folder named scratch is not read."""
+    for i in range(2001):
+        Path(f"{i:04}.png").write_text("A")
+    args, found = SimpleNamespace(inputs=dict(data="training data"), data="."), []
+    for name, text in ("0001.png", "B"), ("0001.png", "AB"), ("0003.png", "B"):
+        found.append(fingerprints(args))
+        Path(name).write_text(text)
+    assert found[0] == found[1] != found[2] != fingerprints(args)
+    Path("scratch").mkdir()
+    assert fingerprints(SimpleNamespace(inputs=dict(model="model"), model="scratch")) == {}
+
+
+def test_paths_that_are_no_files(cwd, capfd):
+    os.mkfifo("pipe.txt")
+    flags = "--model", "scratch", "--data", "pipe.txt"
+    rejects("simcse", capfd, "--data pipe.txt: neither a file nor a folder; a pipe is not .*", *flags)

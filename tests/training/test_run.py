@@ -95,7 +95,8 @@ def test_resume_refuses(file, change, flags, wanted, cwd, capfd, finished):
 def test_out_inside_an_input_is_refused(cwd):
     """Without this check, the run would write into a folder of images."""
     Path("images").mkdir()
-    args = SimpleNamespace(inputs=["data", "test"], data="x", test=["images"], out="images/out")
+    inputs = dict(data="training data", test="held-out data")
+    args = SimpleNamespace(inputs=inputs, data="x", test=["images"], out="images/out")
     with pytest.raises(UserError, match="--out images/out: inside --test images; choose another folder"):
         check_out(args)
     args.out = "images-out"

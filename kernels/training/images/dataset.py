@@ -6,7 +6,8 @@ import torch.distributed as dist
 from kernels import gather_rows, own_rows
 
 from ..errors import fail
-from ..loop import batches, check_batch_size, steps_per_epoch
+from ..flags import check_batch_size
+from ..loop import batches, steps_per_epoch
 from ..progress import progress
 from . import encoders
 from .augmentation import flip
@@ -43,7 +44,7 @@ class ImageDataset:
         self.test = test if labelled else None
         self.renumber_labels()
         if not args.evaluate:
-            check_batch_size(len(self), self.path, args.batch_size, "images")
+            check_batch_size(len(self), self.path, args.batch_size, "images", least=1)
 
     def __len__(self):
         return len(self.train)

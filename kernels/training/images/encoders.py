@@ -101,7 +101,7 @@ class ImageEncoder(nn.Module):
         """Return the head's output (n, D) float32 for views (n, 3, S, S) in [0, 1]. With --chunk-size, views
         are encoded in chunks (GradCache); a batch norm then uses the statistics of one chunk at a time."""
         chunks = views.split(self.chunk_size or len(views))
-        has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self.head)
+        has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self.head.modules())
         if self.training and has_norm and len(chunks[-1]) == 1:
             fail(f"--chunk-size {self.chunk_size}: the last chunk of {len(views)} views has 1 view, but the "
                  "batch norms of the head need at least 2; choose another size")

@@ -26,7 +26,7 @@ from ..data import (
     show_cells,
 )
 from ..errors import fail, log
-from ..loop import check_batch_size
+from ..flags import check_batch_size
 from ..out import atomic_output, save_tokenizer
 from ..progress import progress
 from ..run import Run
