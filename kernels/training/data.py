@@ -202,7 +202,8 @@ class Table:
     def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=0):
         self.path = self.rows = self.keys = self.header = self.indices = None
         self.roles, self.columns, self.join, self.negatives = roles, columns, join, negatives
-        self.has_header, self.header_row, self.changed = False, None, Counter()
+        self.has_header = self.is_unusual = False
+        self.header_row, self.changed = None, Counter()
         if isinstance(data, Table):
             self.path, self.rows = data.path, data.rows
         elif isinstance(data, (str, os.PathLike)):
@@ -245,7 +246,7 @@ class Table:
         first = [row for row in first if isinstance(row, (list, dict)) and row]
         if not first:
             return
-        self.width, found, known = len(first[0]), [], True
+        self.width, found = len(first[0]), []
         if self.kind == ".tsv" and any(all(map(is_quoted, column)) for column in zip(*first[1:])):
             fail(f"{self}: {QUOTED}")
         if isinstance(first[0], dict):
@@ -253,12 +254,12 @@ class Table:
         elif self.kind in (".csv", ".tsv"):
             wanted = {normalise_name(name) for name in self.columns or names if not name.isdecimal()}
             has_all = wanted and {*map(normalise_name, first[0])} >= wanted
-            known = bool(has_all or has_known_names(first[0], self.roles or SENTENCE_COLUMNS))
-            if known or looks_like_header(first):
-                found = self.set_header(first[0])
+            is_usual = has_all or has_known_names(first[0], self.roles or SENTENCE_COLUMNS)
+            if is_usual or looks_like_header(first):
+                found = self.set_header(first[0], is_unusual=not is_usual)
         if self.columns:
             self.select_columns(found)
-        elif self.roles and found and not (known or any(role_of(name, self.roles) for name in found)):
+        elif self.roles and self.is_unusual and not any(role_of(name, self.roles) for name in found):
             self.header = [f"{role_by_position(i, self.roles)} {name}" for i, name in enumerate(found)]
         elif self.roles and found:
             self.order_by_role(found)
@@ -271,9 +272,9 @@ class Table:
             names = self.header or [role_by_position(i, self.roles) for i in range(self.width)]
             self.cell_roles = [name.split()[0] for name in names]
 
-    def set_header(self, row):
-        """Read this row, the first one, as column names. Return the names."""
-        self.has_header, self.header_row = True, row
+    def set_header(self, row, is_unusual=True):
+        """Read this row, the first one, as column names. Return the names. is_unusual: see header_note."""
+        self.has_header, self.header_row, self.is_unusual = True, row, is_unusual
         self.count = self.count and self.count - 1
         return [name.strip() for name in row]
 
@@ -489,8 +490,8 @@ def refuse_identifiers(table, columns, flag="--columns"):
 
 
 def header_note(table):
-    """Return a note for the line of the first row, if the row above it is the header, else an empty text."""
-    return f"  (after the header {', '.join(table.header_row)[:80]})" if table.has_header else ""
+    """Return a note for the line of the first row: the row above it, if it was read as an unusual header."""
+    return f"  (after the header {', '.join(table.header_row)[:80]})" if table.is_unusual else ""
 
 
 def show_cells(names, cells):

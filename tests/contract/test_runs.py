@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from good import FLAGS, words
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from command import DATA, ROOT, SCRIPTS, metrics, run, start_rank, train, weights
+from command import DATA, ROOT, SCRIPTS, metrics, run, start, start_rank, train, weights
 from kernels.training.text import mlm
 from running import free_port
 
@@ -134,6 +135,51 @@ def test_resume_after_a_kill(name, here):
     assert weights(here / "out") and weights(here / "out") == weights(here / "whole")
     code = {path.name for path in (ROOT / name).parent.glob(f"{Path(name).name}*.py")}
     assert code and code <= {path.name for path in (here / "out").iterdir()}
+
+
+def test_a_signal_to_the_process_group(here, tmp_path):
+    """The processes that decode images get the signal, too, but the run saves its step. Before the signal, a
+    second process may not resume the run."""
+    flags = ["--data", here / "photos", "--workers", 2, "--steps", 1000, "--out", here / "out"]
+    process = start([*words("moco"), *flags], here, os.setpgrp)
+    while not (rows := here / "out" / "metrics.jsonl").exists() or not rows.stat().st_size:
+        assert process.is_alive(), (here / "errors").read_text()
+        time.sleep(0.1)
+    other = run(["moco", "--resume", "--out", here / "out"], tmp_path)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert other.code == 2 and "another process is writing there" in other.errors, other.errors
+    assert process.exitcode == 130 and (here / "out" / "state.pt").exists(), (here / "errors").read_text()
+    assert "saved; --resume continues" in (here / "printed").read_text()
+
+
+def test_a_closed_stdout(here):
+    """As in `simcse.py ... | head -1`: the run goes on without printing."""
+    command = [sys.executable, ROOT / "simcse.py", *words("simcse")[1:]]
+    with subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline().startswith(b"simcse ")
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0 and weights(here / "out")
+
+
+def test_a_short_run_is_evaluated_four_times(here):
+    train(words("simcse --steps 16 --dev sts.tsv"), here)
+    assert [row["step"] for row in metrics(here / "out") if "dev_spearman" in row] == [0, 4, 8, 12, 16]
+
+
+def test_the_linear_probe_is_announced(here):
+    """--resume may change its epochs. A folder with the name of a new model is not read."""
+    (here / "resnet-small").mkdir()
+    for flags in (words("simclr --keep-state always"), ["simclr", "--out", "out", "--resume"]):
+        (here / "resnet-small" / flags[1].strip("-")).touch()
+        printed = train([*flags, "--probe-epochs", len(flags)], here)
+        assert f", then {len(flags)} epochs of a linear probe (--probe-epochs), writing out\n" in printed
+
+
+def test_resume_in_another_folder(here):
+    (here / "sub").mkdir()
+    done = run(["simcse", "--resume", "--out", "../half"], here / "sub")
+    assert done.code == 2 and "--resume: --data few.csv was not found; a relative path begins" in done.errors
 
 
 @pytest.mark.parametrize("name", FORMS)

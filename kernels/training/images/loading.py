@@ -3,13 +3,13 @@
 A batch is (epoch, row numbers of images). A Cutter chooses boxes in these images; a resized box is a view.
 The views depend only on the batch and the Cutter, not on the number of workers.
 """
-import atexit
 import functools
 import importlib.util
 import itertools
 import multiprocessing
 import os
 import signal
+from multiprocessing.util import Finalize
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -178,6 +178,8 @@ class Tasks(Dataset):
 def parallel_map(function, items, workers):
     """Return an iterator over function(*item) for each item, in order. Each worker process computes up to
     two items before they are needed. With workers=0, this process does the work."""
+    if workers:
+        Finalize(None, kill_workers, exitpriority=0)
     return iter(DataLoader(Tasks(function), sampler=items, batch_size=None, num_workers=workers,
                            worker_init_fn=ignore_signals, multiprocessing_context="fork" if workers else None,
                            generator=torch.Generator()))       # leave PyTorch's default generator unchanged
@@ -189,10 +191,9 @@ def ignore_signals(_):
         signal.signal(kind, signal.SIG_IGN)
 
 
-@atexit.register
 def kill_workers():
-    """Kill workers that still run when this process ends. multiprocessing would wait for them, because they
-    ignore its SIGTERM."""
+    """Kill all workers. Called when this process ends: multiprocessing would wait for the workers, because
+    they ignore its SIGTERM."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)              # DataLoader would report the death of a worker
     for process in multiprocessing.active_children():
         if process.daemon:

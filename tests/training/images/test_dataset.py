@@ -78,6 +78,28 @@ def test_labels_are_numbered_without_gaps(tmp_path):
     assert images.train.labels.tolist() == [0, 1] and images.test.labels.tolist() == [2, 1]
 
 
+def test_spellings_and_links(tmp_path):
+    """An é of one or of two characters is the same. A link to a parent folder adds no images."""
+    for i, name in enumerate(["train/caf\u00e9", "train/tea", "dev/cafe\u0301", "dev/tea"]):
+        write(tmp_path / name / "0.png", IMAGES[i])
+    os.symlink(tmp_path / "train", tmp_path / "train" / "tea" / "again")
+    images = make_dataset(tmp_path / "train", dev=tmp_path / "dev")
+    assert images.train.labels.tolist() == [0, 1] == images.test.labels.tolist()
+    write(tmp_path / "cafe\u0301.png", IMAGES[0])
+    (tmp_path / "a.tsv").write_text("picture\tdrink\ncaf\u00e9.png\tcaf\u00e9\ndev/tea/0.png\ttea\n")
+    images = make_dataset(tmp_path / "a.tsv", image_size=8)
+    assert len(images) == 2 and len([*images.views(images.train, [(0, [0, 1])])]) == 1
+
+
+def test_neighbours_are_at_most_the_smallest_class():
+    """With 200 neighbours, all 14 images of both classes would vote, and the larger class would win."""
+    labels = torch.tensor([0] * 6 + [1] * 8)
+    images = SimpleNamespace(train=SimpleNamespace(labels=labels))
+    bank = F.one_hot(labels).float() + 0.01 * torch.randn(14, 2)
+    assert evaluation.neighbours(images) == 6
+    assert evaluation.knn_accuracy(bank, labels, bank, labels, 6) == 100
+
+
 @pytest.mark.parametrize("k", [1, 7, 60])
 def test_knn_accuracy(k):
     """The k nearest images by cosine vote for their labels with weight exp(cosine / 0.1)."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 import simclr
 from kernels.training.images.formats import read_images
@@ -47,6 +47,24 @@ def test_jpegs_decoded_at_reduced_size(boxes, tmp_path):
     photo(803, 601).save(tmp_path / "a.jpg", quality=95)
     for view, pillows in views_and_pillows(tmp_path / "a.jpg", boxes, 64):
         assert 0 < np.abs(view - pillows.astype(float)).mean() < 4
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation(name, orientation, tmp_path):
+    """A photo is read as it is displayed, also if it is decoded at reduced size."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    photo(400, 240).save(tmp_path / name, exif=exif, **dict(lossless=True) if name == "a.webp" else {})
+    upright = ImageOps.exif_transpose(Image.open(tmp_path / name)).convert("RGB")
+    assert upright.size == ((400, 240) if orientation < 5 else (240, 400))
+    box = 20, 40, upright.width - 30, upright.height - 80
+    crops = SimpleNamespace(sample_boxes=lambda seed, epoch, rows, sizes, views: np.array([[box]])
+                            if sizes.tolist() == [[*upright.size]] else None)
+    source = read_images(tmp_path, workers=0)[0]
+    view, = crop_files(source, Cutter(crops, 0, 1, 1.0, 32, True), 0, np.array([0]))[:, 0].numpy()
+    expected = upright.crop((20, 40, box[2] + 20, box[3] + 40)).resize((32, 32), Image.Resampling.BICUBIC)
+    assert np.abs(view - np.asarray(expected, float)).mean() < 3
 
 
 def test_views_do_not_depend_on_the_number_of_workers(tmp_path):

@@ -32,6 +32,24 @@ def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels
     assert (args.labels[label] if labels else label) == answer
 
 
+@pytest.mark.parametrize("lines, labels", [
+    (["review,sentiment", "A good film.,good", "So so.,bad"], "bad good"),     # a word, unlike the texts
+    (["word,kind", "cat,animal", "oak,plant", "elm,plant", "dog,animal"], "animal plant"),
+    (["The text,The label", "A film.,good", "So so.,bad", "Fine.,good", "No.,bad"], "bad good"),
+    (["text,stars", "A film.,3", "So so.,1"], "1 3"),
+    (["A film.,a class", "So so.,b", "Fine.,c"], "a class b c"),               # no header: each label once
+    (["A film.,caf\u00e9", "So so.,cafe\u0301", "Fine.,tea"], "caf\u00e9 tea")])
+def test_headers_and_spellings(lines, labels, tmp_path, capsys):
+    """A first row with a label that no other row has is a header. It is shown beside the first row."""
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    args = make_parser().parse_args(["--data", str(tmp_path / "a.csv"), "--batch-size", "2"])
+    rows = load_data(args.data, args)
+    is_header = len(rows) < len(lines)
+    assert " ".join(args.labels) == labels and is_header == ("." not in lines[0])
+    header = f"(after the header {lines[0].replace(',', ', ')})"
+    assert (header in capsys.readouterr().out) == is_header
+
+
 @pytest.mark.parametrize("labels, n", [("01", 40), (["no", "yes"], 40), ("abcd", 60)])
 def test_classification_metrics(labels, n):
     """Label d never occurs and does not count in the mean F1. The Matthews correlation equals the correlation
