@@ -227,8 +227,6 @@ def total_loss(losses, log_variances, share=1.0):
     returns         scalar, differentiable in losses and log_variances
     source          kandorm/CLINE
     """
-    checks.check_scalars("losses", losses)
-    checks.check_scalars("log_variances", log_variances)
     if len(losses) != len(log_variances):
         raise ValueError(f"log_variances: found {len(log_variances)}, expected {len(losses)}, one per loss")
     floored = [s.where(s >= 0, 0) for s in log_variances]      # slope 1 at 0; clamp: 0 since torch 2.14

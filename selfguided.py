@@ -16,7 +16,7 @@ This is --objective opt3. The others use one view h_i per sentence, from a layer
 
     python selfguided.py --data stsb-all.tsv --dev stsb-dev.tsv --test stsb-test.tsv
     torchrun --nproc-per-node 4 selfguided.py --data wiki.txt --dev stsb-dev.tsv --batch-size 64
-    python selfguided.py --evaluate --layer-study --model bert-base-uncased --dev stsb-dev.tsv
+    python selfguided.py --evaluate --model out/selfguided --test stsb-test.tsv
 
 Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file with one sentence per
 cell. The script reads --columns, or else sentence1 and sentence2, or else all columns that are not numeric.
@@ -48,12 +48,7 @@ from kernels.training.data import IDENTIFIER, header_note, normalise_name, read_
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.papers.selfguided_layers import (
-    check_layer_study,
-    compare_layers,
-    evaluate_layers,
-    pool_layers,
-)
+from kernels.training.papers.selfguided_layers import pool_layers
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
@@ -83,10 +78,6 @@ def make_parser():
         help="how a layer's token states are pooled into a view; default max (paper), mean with --form code")
     add("--regulariser-weight", type=at_least(0), default=0.1,
         help="λ, weight of the squared distance ‖θ_T − θ_F‖²; default 0.1 (paper)")
-    add("--layer-study", nargs="?", const="", metavar="FILE", group="evaluation",
-        help="print the --dev scores of every layer and pooling: after training those of F and T, with "
-             "--evaluate those of --model. The scores are saved to FILE, named *.json; default study.json in "
-             "--out, or no file with --evaluate")
     add("--projection-dim", type=at_least(1, int), default=4096, group="model",
         help="output dimension of the projection head; default 4096 (paper)")
     return parser
@@ -97,7 +88,6 @@ def make_parser():
 
 def load_data(path, args):
     """Return [(place, (sentence,))], one entry per sentence; a place is, for example, "line 3"."""
-    check_layer_study(args)
     names = "sentence1", "sentence2"
     roles = {"sentence": names} if args.columns else None
     header, table = read_table(path, names=names, roles=roles, columns=args.columns)
@@ -233,8 +223,6 @@ def layer_views(model, fixed, tokens, args):
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
-    if args.evaluate and args.layer_study is not None:
-        return evaluate_layers(args, __file__)
     if args.evaluate:
         return evaluate_model(Evaluator(args), __file__)
     sentences = load_data(args.data, args)
@@ -265,7 +253,6 @@ def main(argv=None):
         if run.eval_due:
             evaluator.evaluate_and_save(model, run)
     evaluator.finish(model, run)
-    compare_layers(model, fixed, evaluator.dev, run)           # does nothing without --layer-study
 
 
 if __name__ == "__main__":

@@ -168,15 +168,6 @@ def check_pair(name, x, contents):
     return x
 
 
-def check_scalars(name, xs):
-    """Raise ValueError unless xs is a floating-point tensor (T,) or a sequence of 0-dim tensors."""
-    if isinstance(xs, Tensor):
-        return check_rows(**{name: (xs, "T")})
-    is_list = isinstance(xs, (tuple, list, torch.nn.ParameterList)) and len(xs)
-    if not is_list or not all(isinstance(x, Tensor) and x.dim() == 0 for x in xs):
-        raise ValueError(f"{name}: found {describe(xs)}, expected a tensor (T,) or a list of 0-dim tensors")
-
-
 def refuse_second_derivative(what, advice="use impl='eager'"):
     """Raise RuntimeError if this backward pass has create_graph=True: `what` has no second derivatives."""
     if torch.is_grad_enabled():

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .checks import check_callable, describe, refuse_second_derivative
 from .gather import cat_rows
@@ -80,10 +81,10 @@ class EmbedChunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, embed, chunk, module, weights, trained):
         ctx.embed, ctx.chunk, ctx.module, ctx.weights = embed, chunk, module, weights
-        ctx.device, kind = trained.device, trained.device.type
+        kind = trained.device.type
         ctx.autocast = dict(device_type=kind, dtype=torch.get_autocast_dtype(kind),
                             enabled=torch.is_autocast_enabled(kind))
-        ctx.random_state = random_state(ctx.device)
+        ctx.random_state, ctx.device_states = torch.get_rng_state(), get_device_states(trained)
         ctx.before = module.training, version(weights), version(chunk)
         with torch.autocast(**ctx.autocast, cache_enabled=False):    # cached weights would have no gradient
             return embed_chunk(embed, chunk)
@@ -98,31 +99,18 @@ class EmbedChunk(torch.autograd.Function):
             raise RuntimeError("embed_in_chunks: a chunk, a parameter or the training mode of the module has "
                                "changed since the chunk was embedded; expected no change before backward")
         buffers = [(buffer, buffer.clone()) for buffer in ctx.module.buffers()]
-        now = random_state(ctx.device)
-        set_random_state(ctx.device, ctx.random_state)
-        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+        with torch.random.fork_rng(ctx.device_states[0]), torch.enable_grad(), torch.autocast(**ctx.autocast):
+            torch.set_rng_state(ctx.random_state)
+            set_device_states(*ctx.device_states)
             z = ctx.embed(ctx.chunk)
-        set_random_state(ctx.device, now)
         for buffer, old in buffers:                            # running statistics count a chunk only once
             buffer.data = old
         if z.requires_grad:
             torch.autograd.backward(z, gradient)
         del z
-        if ctx.device.type == "cpu":
+        if gradient.is_cpu:
             trim_heap()
         return None, None, None, None, None
-
-
-def random_state(device):
-    """Return the state of PyTorch's random numbers on the CPU and, if the device is a GPU, on this GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def set_random_state(device, state):
-    """Restore a state that random_state has returned."""
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
 
 
 def trim_heap():

@@ -197,58 +197,6 @@ class SoftmaxLoss(torch.autograd.Function):
         return *only_needed(ctx, gradients, call[:3]), None, None, None
 
 
-class MeanOfPositives(torch.autograd.Function):
-    """The mean of z_i·z_p/τ over the positives p of each view i, (N, V), or 0 for a view without positives.
-
-    The positives are all other views with the label of view i. Their sum is the sum of all views with this
-    label, minus view i, so no matrix of pairs is needed.
-
-    q, k       (N·V, D) views of this rank, (M·V, D) views of all ranks; k=None: the keys are q
-    number     (M,) number of each sample's label, from 0 to M − 1
-    positives  (M, 1) number of positives of a sample's views, at least 1 (also if there are none)
-    own        slice of this rank's samples among the M
-    """
-
-    @staticmethod
-    @outside_autocast
-    def forward(ctx, q, k, temperature, number, positives, own):
-        ctx.save_for_backward(q, k, temperature, number, positives)
-        ctx.own = own
-        rows, others = rows_and_others(q, k, number, own)
-        return (rows * others).sum(2) / positives[own] / temperature
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad):
-        q, k, temperature, number, positives = ctx.saved_tensors
-        own, dk = ctx.own, None
-        rows, others = rows_and_others(q, k, number, own)
-        rows = rows * (grad / positives[own] / temperature)[:, :, None]
-        dq = others * (grad / positives[own] / temperature)[:, :, None]
-        dt = -(rows * others).sum() / temperature
-        if k is None or ctx.needs_input_grad[1]:
-            dk = sums_by_number(rows, number[own], len(number))[number, None].repeat(1, rows.shape[1], 1)
-            dk[own] -= rows
-        if k is None:
-            dq, dk = dq + dk, None
-        dq, dk = (x if x is None else x.flatten(0, 1) for x in (dq, dk))
-        return *only_needed(ctx, (dq, dk, dt), (q, k, temperature)), None, None, None
-
-
-def rows_and_others(q, k, number, own):
-    """Return (views of this rank, sum of the positives of each of these views), (N, V, D) each."""
-    keys = (q if k is None else k).unflatten(0, (len(number), -1))
-    rows = q.unflatten(0, (-1, keys.shape[1]))
-    return rows, sums_by_number(keys, number, len(number))[number[own], None] - keys[own]
-
-
-def sums_by_number(samples, number, count):
-    """Return (count, D): row c sums all views of samples with number c. samples (n, V, D), number (n,)."""
-    sums = samples.new_zeros(count, samples.shape[2])
-    blockwise.add_rows(sums, number, samples.sum(1))
-    return sums
-
-
 def queue_loss(call, queue):
     """Return the mean of softplus(lse_i − q_i·k_i/τ); lse_i sums over the queue, which gets no gradient."""
     needs = call.needs

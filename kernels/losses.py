@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from . import checks, eager, fused
-from .call import as_scalar, prepare, similarity_topk, unit_rows
+from .blockwise import add_rows
+from .call import as_scalar, prepare, unit_rows
 from .gather import cat_rows
 from .masks import Mask
 from .replay import replayed
@@ -255,10 +256,21 @@ def fused_loss_of_labels(call, views, labels, offset):
     ids = torch.where(has_one, number[:, None], unique).int()
     row_ids, ids = ids[own].flatten(), ids.flatten()
     mask = Mask("none", ids if call.k is None else row_ids, ids)
-    near = fused.MeanOfPositives.apply(call.q, call.k, call.temperature, number, positives.clamp(min=1), own)
+    keys = round_forward(call.keys, call.product_dtype).unflatten(0, (-1, views))
+    rows = keys if call.k is None else round_forward(call.q, call.product_dtype).unflatten(0, (-1, views))
+    sums = keys.new_zeros(len(labels), keys.shape[2])
+    add_rows(sums, number, keys.sum(1))
+    # sum of a view's positives; F.embedding has a deterministic backward pass, indexing has none
+    others = F.embedding(number[own], sums)[:, None] - keys[own]
+    near = (rows * others).sum(2) / positives[own].clamp(min=1) / call.temperature
     gap = fused.similarity_lse(call._replace(mask=mask)).view_as(near) - near
     loss = torch.where(has_one[own], -F.logsigmoid(-gap), gap)
     return loss.masked_fill(positives[own] == 0, 0).mean()
+
+
+def round_forward(x, dtype):
+    """Return x rounded to a half type, in the dtype of x; its gradient is not rounded."""
+    return x if x.dtype == dtype else x + (x.to(dtype).to(x.dtype) - x).detach()
 
 
 @replayed
@@ -315,58 +327,20 @@ def row_weights(targets, classes, ignored, ignore_index):
     return inside, weights
 
 
-def triplet_loss(anchor, positive, negative=None, margin=1.0, *, mining="hard"):
+def triplet_loss(anchor, positive, negative, margin=1.0):
     """Return the mean over rows of max(0, |a_i − p_i| − |a_i − n_i| + margin), with Euclidean distances.
 
     a, p and n are the rows of anchor, positive and negative, used as they are; FaceNet uses unit rows
-    (F.normalize). F.triplet_margin_loss computes the loss; this function adds the mining.
+    (F.normalize). F.triplet_margin_loss computes the loss; this function upcasts the rows.
 
-    anchor, positive    (N, D) each, any float type; the loss is float64 if an input is, else float32
-    negative            (N, D); None: `mining` chooses n_i among the rows of positive other than p_i (N ≥ 2).
-                        At most 4 million distances are stored at a time
-    margin              number > 0, a distance
-    mining              "hard": the row nearest to a_i; "semi-hard": the nearest row among those farther from
-                        a_i than p_i, or the farthest row if no row is farther than p_i
-    returns             scalar
-    source              Schroff et al. 2015 (FaceNet), sections 3.1 and 3.2, where distances are squared;
-                        hard: Hermans et al. 2017
+    anchor, positive, negative  (N, D) each, any float type; the loss is float64 if one is, else float32
+    margin                      number > 0, a distance
+    returns                     scalar
+    source                      Schroff et al. 2015 (FaceNet), section 3.1, where distances are squared
     """
-    checks.check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D", None))
+    checks.check_rows(anchor=(anchor, "N D"), positive=(positive, "N D"), negative=(negative, "N D"))
     checks.check_number("margin", margin, checks.SMALLEST)
-    checks.check_choice("mining", mining, "hard", "semi-hard")
-    anchor, positive, negative = upcast(anchor, positive, negative)
-    if negative is None:
-        if len(positive) < 2:
-            raise ValueError("positive: 1 row, expected at least 2 if negative is None")
-        with torch.autocast(anchor.device.type, enabled=False):
-            mine = hard_negatives if mining == "hard" else semi_hard_negatives
-            a, p = anchor.detach(), positive.detach()
-            centre = p.mean(0)       # distances from dot products lose digits if rows are far from 0
-            negative = positive[mine(a - centre, p - centre)]
-    return F.triplet_margin_loss(anchor, positive, negative, margin)
-
-
-def hard_negatives(a, p):
-    """Return (N,): for each a_i, the index of the nearest row of p other than p_i."""
-    # the nearest p has the largest −|a − p|²/2 = a·p − |p|²/2 − |a|²/2; the last term is equal for all p
-    keys = torch.cat([p, -(p * p).sum(1, keepdim=True) / 2], 1)
-    return similarity_topk(F.pad(a, (0, 1), value=1.0), keys, 1, exclude="diagonal")[1][:, 0]
-
-
-def semi_hard_negatives(a, p):
-    """Return (N,): for each a_i, the index of the nearest row of p among those farther from a_i than p_i.
-
-    If no row is farther than p_i, the index is that of the farthest row other than p_i.
-    """
-    found, size = [], max(1, 2**22 // len(p))
-    for start in range(0, len(a), size):
-        distance = torch.cdist(a[start : start + size], p)
-        own = distance.diagonal(start).clone()
-        farther = distance.masked_fill(distance <= own[:, None], torch.inf)    # excludes p_i too
-        distance.diagonal(start).fill_(-torch.inf)
-        nearest, index = farther.min(1)
-        found.append(torch.where(nearest.isinf(), distance.argmax(1), index))
-    return torch.cat(found)
+    return F.triplet_margin_loss(*upcast(anchor, positive, negative), margin)
 
 
 def margin_loss(x1, x2, same, margin=1.0):
@@ -393,6 +367,6 @@ def margin_loss(x1, x2, same, margin=1.0):
 
 
 def upcast(*rows):
-    """Cast all tensors to float64 if one of them is float64, and to float32 if none is; None stays None."""
-    dtype = torch.float64 if any(x is not None and x.dtype == torch.float64 for x in rows) else torch.float32
-    return [x if x is None else x.to(dtype) for x in rows]
+    """Cast all tensors to float64 if one of them is float64, and to float32 if none is."""
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in rows) else torch.float32
+    return [x.to(dtype) for x in rows]

@@ -68,21 +68,10 @@ def linear_cross_entropy(hidden, weight, targets, temperature, ignore_index=-100
     return cross_entropy(logits, targets[keep]) if keep.any() else logits.sum()
 
 
-def triplet_loss(anchor, positive, negative=None, margin=1.0, mining="hard"):
+def triplet_loss(anchor, positive, negative, margin=1.0):
     def distance(x, y):
         return (x - y + 1e-6).norm(dim=-1)                     # PyTorch adds 1e-6, too
-
-    near = distance(anchor, positive)
-    if negative is None:
-        far = (anchor[:, None] - positive).norm(dim=2)
-        others = far.clone().fill_diagonal_(torch.inf)
-        index = others.argmin(1)
-        if mining == "semi-hard":
-            farther = others.masked_fill(far <= far.diagonal()[:, None], torch.inf)
-            farthest = far.clone().fill_diagonal_(-1).argmax(1)
-            index = torch.where(farther.isinf().all(1), farthest, farther.argmin(1))
-        negative = positive[index]
-    return (near - distance(anchor, negative) + margin).clamp(min=0).mean()
+    return (distance(anchor, positive) - distance(anchor, negative) + margin).clamp(min=0).mean()
 
 
 def margin_loss(x1, x2, same, margin=1.0):

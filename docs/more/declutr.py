@@ -17,7 +17,7 @@ Data: a .txt file has one document per line; other files have a column of docume
 2 · A · --max-length tokens for A anchors, else it is skipped. --dev, --test: sentence1, sentence2, score.
 
 Published result of DistilRoBERTa: 77.50 after and 72.58 before training (mean of SentEval's downstream tasks
-without SNLI; --transfer evaluates such tasks). The first command above uses the settings of this training if
+without SNLI). The first command above uses the settings of this training if
 documents.jsonl contains the documents of OpenWebText with at least 2,048 tokens.
 
 Both forms sample spans as the released code does: a document is divided into cells of --max-length tokens,

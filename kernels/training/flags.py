@@ -96,12 +96,6 @@ SHARED_FLAGS = {
                           help="columns of --dev and --test, by name or number: two sentences, score"),
     "--test": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
                    help="scored sentence pairs for the final score: files or folders; default none"),
-    "--transfer": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
-                       help="labelled texts (sentence, label; or sentence1, sentence2, label), for the "
-                            "accuracy of logistic regression on frozen embeddings: FILE, by "
-                            "cross-validation, or TRAIN,TEST; default none"),
-    "--cluster": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
-                      help="labelled texts, for V-measure and accuracy of k-means; default none"),
     "--eval-every": dict(group="evaluation", type=at_least(1, int),
                          help="steps between two evaluations; if not given, at most a quarter of all steps"),
     "--out": dict(group="run", metavar="PATH", help="output folder"),
@@ -310,8 +304,7 @@ def text_flags(parser, **defaults):
     usual = dict(max_length=(32, "32 (paper)"), temperature=(0.05, "0.05 (paper)"), impl="auto",
                  prompt=(None, "as saved with --model, else none"))
     run_flags(parser, **usual | defaults)
-    parser.add_shared_flags("--dev", "--dev-columns", "--test", "--transfer", "--cluster", "--chunk-size",
-                            "--chunk-tokens")
+    parser.add_shared_flags("--dev", "--dev-columns", "--test", "--chunk-size", "--chunk-tokens")
 
 
 def image_flags(parser, model, **defaults):

@@ -79,23 +79,15 @@ class UncorrectedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if not weights:
-                continue
-            for weight in weights:
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
                 if not self.state[weight]:
                     self.state[weight] = dict(exp_avg=torch.zeros_like(weight),
                                               exp_avg_sq=torch.zeros_like(weight))
-            gradients = [weight.grad for weight in weights]
-            averages = [self.state[weight]["exp_avg"] for weight in weights]
-            squares = [self.state[weight]["exp_avg_sq"] for weight in weights]
-            torch._foreach_lerp_(averages, gradients, 0.1)
-            torch._foreach_mul_(squares, 0.999)
-            torch._foreach_addcmul_(squares, gradients, gradients, 0.001)
-            roots = torch._foreach_sqrt(squares)
-            torch._foreach_add_(roots, group["eps"])
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_addcdiv_(weights, averages, roots, -group["lr"])
+                average, squares = self.state[weight]["exp_avg"], self.state[weight]["exp_avg_sq"]
+                average.lerp_(weight.grad, 0.1)
+                squares.mul_(0.999).addcmul_(weight.grad, weight.grad, value=0.001)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.addcdiv_(average, squares.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 BUCKET_BYTES = 32 * 2**20                                      # size of the gradients in one all-reduce

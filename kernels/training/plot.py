@@ -10,8 +10,6 @@ args.json in RUN. Further panels:
     alignment and uniformity (Wang and Isola)    runs of scripts for sentences with --dev
     similarity of a sentence's tokens, by layer  runs of tacl
     precision against recall, best checkpoint    runs of docs/more/cil.py
-    score of each layer and pooling              runs of selfguided with --layer-study; RUN may also be a
-                                                 FILE.json that --layer-study wrote
 
 Each run is a line. Runs whose folder names differ only in a number at the end share a colour and an entry
 in the legend: for out/D-42 and out/D-43, the entry is D.
@@ -34,14 +32,11 @@ METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1":
 
 
 def read_run(folder):
-    """Read (metric, rows) from the folder of a run, or from the FILE.json of a layer study.
+    """Read (metric, rows) from the folder of a run.
 
     metric   the run's --metric, from args.json, or None
-    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss. A layer
-             study, if there is one, is in the last row, under the key "study"
+    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss
     """
-    if folder.endswith(".json"):
-        return None, [{"study": read_study(Path(folder))}]
     try:
         lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         metric = json.loads(Path(folder, "args.json").read_text(encoding="utf-8")).get("metric")
@@ -49,17 +44,7 @@ def read_run(folder):
         fail(f"{error.filename}: {error.strerror}; expected the --out folder of a run")
     if not lines:
         fail(f"{folder}/metrics.jsonl: empty; the run has reported no step yet")
-    rows, study = [json.loads(line) for line in lines], Path(folder, "study.json")
-    if study.is_file():
-        rows[-1]["study"] = read_study(study)
-    return metric, rows
-
-
-def read_study(path):
-    """Read {name of an encoder: {pooling: scores of all layers}} from a file that --layer-study wrote."""
-    study = json.loads(path.read_text(encoding="utf-8"))
-    poolings = study.pop("poolings")
-    return {name: dict(zip(poolings, zip(*layers))) for name, layers in study.items()}
+    return metric, [json.loads(line) for line in lines]
 
 
 def label_runs(folders):
@@ -134,18 +119,6 @@ def draw_precision_recall(axis, label, metric, rows, colour):
     axis.set(xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02))
 
 
-def draw_study(axis, label, metric, rows, colour):
-    """Draw the layer study of one run, in a separate panel. Colours stand for poolings, not for runs."""
-    study = rows[-1]["study"]
-    for name, poolings in study.items():
-        for i, scores in enumerate(poolings.values()):
-            axis.plot(scores, "o--" if name == "untrained" else "o-", markersize=3, color=f"C{i}")
-    axis.legend(axis.lines[-len(poolings) :], poolings, fontsize=8)
-    axis.set_title(f"{label}; dashed: untrained" if "untrained" in study else label, fontsize=9)
-    axis.set(xlabel="layer (0: word embeddings)", ylabel=METRIC_LABELS["spearman"])
-    axis.xaxis.get_major_locator().set_params(integer=True)
-
-
 # (function that draws a panel, function of (metric, rows) that is true if the run has data for it)
 PANELS = ((draw_loss, lambda metric, rows: values_of(rows, "loss")), (draw_score, score_of),
           (draw_alignment_uniformity,
@@ -159,7 +132,6 @@ def draw(runs, path):
     labels = list(dict.fromkeys(label for label, _, _ in runs))
     panels = [(panel, [run for run in runs if has_data(*run[1:])]) for panel, has_data in PANELS]
     panels = [(panel, found) for panel, found in panels if found]
-    panels += [(draw_study, [run]) for run in runs if values_of(run[2], "study")]
     figure, axes = new_figure(1, len(panels), 4, 3.4)
     for axis, (panel, found) in zip(axes[0], panels):
         for run in found:

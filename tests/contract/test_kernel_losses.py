@@ -99,9 +99,8 @@ CASES = {
         dict(hidden=LARGE["q"], weight=LARGE["k"], targets=torch.arange(1031) + 20),
         hidden=10 * Q, weight=K, targets=TARGETS, temperature=7 * T),
     "triplet_loss and margin_loss": [
-        *cases(kernels.triplet_loss, formulas.triplet_loss, dict(negative=QUEUE[:37]), {},
-               dict(negative=QUEUE[:37], margin=0.1), dict(mining="semi-hard"),
-               anchor=Q, positive=K[:37] * (1 + N[:, None] / 9)),
+        *cases(kernels.triplet_loss, formulas.triplet_loss, {}, dict(margin=0.1),
+               anchor=Q, positive=K[:37] * (1 + N[:, None] / 9), negative=QUEUE[:37]),
         *cases(kernels.margin_loss, formulas.margin_loss, {}, dict(margin=1.4),
                x1=Q, x2=K[:37], same=N % 3 == 0)],
     "losses of ranks": [

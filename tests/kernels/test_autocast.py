@@ -13,8 +13,7 @@ SOFTMAX = LOSSES | {                    # functions of (q, k, temperature, impl)
     "frozen_keys": lambda q, k, t, impl: kernels.similarity_lse(q, k.detach(), t, impl=impl) + 0 * k.sum(),
     "topk": lambda q, k, t, impl: kernels.similarity_topk(q, k, 3, impl=impl)[0]}
 DISTANCES = {                           # functions of (q, k)
-    "hard": kernels.triplet_loss,
-    "semi-hard": lambda q, k: kernels.triplet_loss(q, k, mining="semi-hard"),
+    "triplet": lambda q, k: kernels.triplet_loss(q, k, k.flip(0)),
     "margin": lambda q, k: kernels.margin_loss(q, k, torch.arange(len(q), device=q.device) % 2)}
 DTYPES = [(F64, F64, F16), (F32, F32, F16), (F32, F32, BF16), (F16, F16, F16), (F16, F16, BF16),
           (BF16, BF16, F16), (F32, F16, F16), (F16, F32, F16), (F32, BF16, BF16)]

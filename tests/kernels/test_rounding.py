@@ -20,9 +20,7 @@ from kernels import (
     sigmoid_loss,
     similarity_topk,
     sup_con_loss,
-    triplet_loss,
 )
-from kernels.losses import semi_hard_negatives
 
 # {name: (fused implementation, settings)}: blockwise with one strip (block of rows) or several; Triton with
 # its code paths for few rows, for many rows, and for a large D
@@ -184,26 +182,3 @@ def test_collapsed_rows(impl, settings, loss, monkeypatch):
         exact, eager = f("eager", q.double(), k.double(), t.double()), f("eager", q, k, t)
         for a, b, c in zip(f(impl, q, k, t)[1:3], exact[1:], eager[1:]):
             assert (a - b).abs().max() <= 4 * (c - b).abs().max() + allowed      # 3.5 measured on an H200
-
-
-# ── distances ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("mining", ["hard", "semi-hard"])
-def test_mining_rows_far_from_0(mining):
-    """Mining finds the right negatives in float32 for rows far from 0, whose dot products lose digits."""
-    a, noise = (8 * unit_rows(60, 64, torch.float32, seed) for seed in (28, 29))
-    a += 300
-    found, exact = (triplet_loss(a.to(dtype), (a + 0.3 * noise).to(dtype), mining=mining, margin=30.0)
-                    for dtype in (torch.float32, torch.float64))
-    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
-
-
-def test_semi_hard_negatives_in_several_blocks():
-    """The first block has 1,997 of the 2,100 rows."""
-    a, p = torch.randn(2, 2100, 3, generator=torch.Generator().manual_seed(26), dtype=torch.float64)
-    far = torch.cdist(a, p)
-    farther = far.masked_fill(far <= far.diagonal()[:, None], torch.inf)
-    none = farther.isinf().all(1)
-    expected = torch.where(none, far.fill_diagonal_(-1).argmax(1), farther.argmin(1))
-    assert torch.equal(semi_hard_negatives(a, p), expected) and 0 < none.sum() < 2100

@@ -145,3 +145,35 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
     first = next(importlib.import_module("mixed").one_dataset_per_batch(result.args, 6)(0))
     z1, z2 = (embed_saved(bert, texts, "avg") for texts in zip(*(NLI[i][:2] for i in first)))
     assert result.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of an encoder that the recipes call out/first."""
+    pytest.importorskip("sentence_transformers")
+    folder = tmp_path_factory.mktemp("first") / "out"
+    run("simcse", folder, "--model", "scratch", "--data", running.DATA / "nli.csv", "--steps", 30)
+    return folder
+
+
+def test_mined_hard_negatives(trained, tmp_path, monkeypatch):
+    """A negative is a positive of another row, and simcse.py finds the columns."""
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(running.ROOT)
+    code, = re.findall(r"^```python\n(.*?)^```$", SECTIONS["Mined hard negatives"], re.M | re.S)
+    exec(code.replace("out/first", str(trained)).replace("triples.csv", str(tmp_path / "a.csv")), {})
+    args = simcse.make_parser().parse_args(["--data", str(tmp_path / "a.csv"), "--model", "scratch"])
+    rows = [cells for _, cells in simcse.load_data(args.data, args)]
+    positives = {row[1] for row in NLI}
+    assert args.mode == "supervised" and len(rows) > 100
+    assert all(negative in positives - {positive} for _, positive, negative in rows)
+
+
+def test_labelled_texts(trained, capsys, monkeypatch):
+    """The topic of a sentence can be read from its embedding."""
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(running.ROOT)
+    code, = re.findall(r"^```python\n(.*?)^```$", SECTIONS["Scores on labelled texts"], re.M | re.S)
+    exec(code.replace("out/first", str(trained)), {})
+    accuracy, v_measure = (float(line.split()[1]) for line in capsys.readouterr().out.splitlines())
+    assert accuracy > 60 and 5 < v_measure < 100

@@ -13,23 +13,15 @@ from .sts import evaluate, load_sts
 
 
 class Evaluator:
-    """The evaluation data of a run. --dev selects the best checkpoint; --test, --transfer and --cluster score
-    this checkpoint at the end. All files are read and checked before the first step."""
+    """The evaluation data of a run. --dev selects the best checkpoint, which --test scores at the end. All
+    files are read and checked before the first step."""
 
     def __init__(self, args):
         self.args, self.collapsed = args, False
         self.dev = load_sts(args.dev, args.dev_columns) if args.dev else []
         self.tests = {path: load_sts(path, args.dev_columns) for path in expand_folders(args.test, "--test")}
-        self.transfers, self.clusters = {}, {}
-        if args.transfer or args.cluster:
-            from .. import probes
-            probes.require_scikit_learn()
-            paths = expand_folders(args.transfer, "--transfer")
-            self.transfers = {path: probes.load_train_test(path) for path in paths}
-            paths = expand_folders(args.cluster, "--cluster")
-            self.clusters = {path: probes.load_clusters(path) for path in paths}
-        if args.evaluate and not (self.dev or self.tests or self.transfers or self.clusters):
-            fail("--evaluate: nothing to evaluate; give --dev, --test, --transfer or --cluster")
+        if args.evaluate and not (self.dev or self.tests):
+            fail("--evaluate: nothing to evaluate; give --dev or --test")
 
     def evaluate_before(self, model, run):
         """Score the model on --dev before the first step. Print the score, also when a run is resumed."""
@@ -66,19 +58,13 @@ class Evaluator:
         log("load", load_hint(model, run))
 
     def print_test_scores(self, model):
-        """Print the score of each file and, for each flag, the mean of the rounded scores, as papers do."""
-        for label, found in self.test_scores(model).items():
-            scores = []
-            for score, text in found:
-                log(label, f"{score:.2f}{text}")
-                scores.append(round(score, 2))
-            if scores:
-                log(label, f"{np.mean(scores):.2f}  mean")
-
-    def test_scores(self, model):
-        """Return {flag: iterator over (score of a file, rest of the line to print)}."""
-        return {"test": self.score_pairs(model, self.tests), "transfer": self.score_transfer(model),
-                "cluster": self.score_clusters(model)}
+        """Print the score of each file of --test, and the mean of the rounded scores, as papers do."""
+        scores = []
+        for score, text in self.score_pairs(model, self.tests):
+            log("test", f"{score:.2f}{text}")
+            scores.append(round(score, 2))
+        if scores:
+            log("test", f"{np.mean(scores):.2f}  mean")
 
     def score_pairs(self, model, files):
         """Yield (100 · Spearman's ρ, rest of the line to print) for each of `files`, {path: scored pairs}."""
@@ -86,22 +72,6 @@ class Evaluator:
             scores = evaluate(model, pairs, self.args.impl)
             more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
             yield scores["spearman"], f"  {''.join(more)}{path}"
-
-    def score_transfer(self, model):
-        """Yield (logistic regression accuracy, rest of the line to print) for each data set of --transfer."""
-        from ..probes import evaluate_transfer
-        for path, parts in self.transfers.items():
-            accuracy, strengths = evaluate_transfer(model, *parts, self.args.seed)
-            yield accuracy, f"  C {' '.join(f'{c:g}' for c in strengths)}  {path}"
-
-    def score_clusters(self, model):
-        """Yield (mean V-measure of k-means, rest of the line to print) for each file of --cluster."""
-        from ..probes import evaluate_clusters
-        for path, data in self.clusters.items():
-            runs = np.array(evaluate_clusters(model, data, self.args.seed))
-            v_measure, accuracy = runs.mean(0)
-            deviation = runs.std(0, ddof=1)[0]
-            yield v_measure, f" ± {deviation:.2f}  accuracy {accuracy:.2f}  {path}"
 
 
 def expand_folders(paths, flag):
