@@ -12,11 +12,10 @@ data are N texts x_n with labels y_n. p is --reserve-p. --mode none is plain Ada
     torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv --metric matthews
     python childtuning.py --evaluate --model out/childtuning --data cola_dev.tsv
 
-The paper trains each mode with ten seeds. These commands do the same, and print a table of the modes:
+The paper trains each mode with ten seeds. These commands do the same; docs/results.md prints the means:
     for mode in none F D; do for seed in 42 43 44 45 46 47 48 49 50 51; do
       python childtuning.py --data rte.tsv --dev dev.tsv --mode $mode --seed $seed --out out/rte/$mode-$seed
     done; done
-    python -m kernels.training.papers.childtuning_modes out/rte
 
 Data: .csv .tsv .json .jsonl with one or two columns of text and one column of labels:
     text     --text-columns; default: sentence, or sentence1 and sentence2, or else all columns but the label

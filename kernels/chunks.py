@@ -73,8 +73,7 @@ def embed_chunk(embed, chunk):
 class EmbedChunk(torch.autograd.Function):
     """Embed a chunk without storing activations. Backward embeds the chunk again, and adds to .grad.
 
-    weights  the parameters of the module
-    trained  one of them, which requires a gradient: without such an input, autograd would not call backward
+    trained  one of the module's weights, which requires a gradient: else autograd would not call backward
     """
     last_trim = 0.0            # time.monotonic() of the last call of malloc_trim, for all chunks
 

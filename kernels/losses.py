@@ -251,13 +251,11 @@ def fused_loss_of_labels(call, views, labels, offset):
     positives = (torch.searchsorted(ordered, labels, right=True) - number)[:, None] * views - 1
     has_one = positives == 1
     # a view leaves out the views with its own id: itself and, if it has one positive, this positive
-    unique = len(labels) * (1 + torch.arange(views, device=labels.device)) + torch.arange(
-        len(labels), device=labels.device)[:, None]
+    unique = len(labels) + torch.arange(len(labels) * views, device=labels.device).view(-1, views)
     ids = torch.where(has_one, number[:, None], unique).int()
     row_ids, ids = ids[own].flatten(), ids.flatten()
     mask = Mask("none", ids if call.k is None else row_ids, ids)
-    keys = round_forward(call.keys, call.product_dtype).unflatten(0, (-1, views))
-    rows = keys if call.k is None else round_forward(call.q, call.product_dtype).unflatten(0, (-1, views))
+    rows, keys = (round_forward(x, call.product_dtype).unflatten(0, (-1, views)) for x in (call.q, call.keys))
     sums = keys.new_zeros(len(labels), keys.shape[2])
     add_rows(sums, number, keys.sum(1))
     # sum of a view's positives; F.embedding has a deterministic backward pass, indexing has none

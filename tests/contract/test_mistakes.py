@@ -76,6 +76,10 @@ MISTAKES = [
      "a.tsv | column 1 | q0 | --columns"),
     ("childtuning --data a.csv", {"a.csv": "id,text,label\nx1,A,b\nx2,C,d\n"}, "a.csv | x1 | --text-columns"),
     ("selfguided --columns text --data a.jsonl", {"a.jsonl": '{"text": ["A", "B"]}\n'}, "line 1 | texts"),
+    ("docs/more/consert --data few.csv", {}, "few.csv | 3 columns, expected 1 (sentences) or 2"),
+    ("docs/more/declutr --data few.txt --max-length 32", {}, "few.txt | 0 of 12 documents | at least 128"),
+    ("docs/more/simcls --columns sent0 sent1", {}, "2 columns, expected text, reference and candidates"),
+    ("docs/more/cil --evaluate --model .", {}, "--model . | no heads.safetensors"),
     ("docs/more/simcls --data a.jsonl", {"a.jsonl": '["A", "B", ["C", "D"]]\n["A", "B", ["C"]]\n'},
      "a.jsonl line 2 | 3 texts, expected 4 as in the first row"),
     ("ease --entity-vectors a.txt", {"a.txt": "1 2\nENTITY/A 1 2\n"}, "a.txt | entities | ENTITY/"),
@@ -106,6 +110,7 @@ MISTAKES = [
     ("simcse --out half --resume --lr 1", {}, "--resume | lr was 0.002 | now it is 1"),
     ("simcse --out half --resume", OTHER_DATA, "--resume | --data few.csv | changed"),
     ("simcse --out half --resume", {"half/state.pt": lambda old: old[:-99]}, "state.pt"),
+    ("simcse --out ../half --resume", {}, "few.csv was not found | relative", partial(os.chdir, "bert")),
     # ── machine ──
     ("cline", {}, "--out out | writable", partial(close, ".", 0o500)),
     ("vascl", {}, "few.txt | Permission denied", partial(close, "few.txt", 0)),

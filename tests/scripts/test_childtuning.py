@@ -9,7 +9,6 @@ import torch
 
 import childtuning
 from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, sample_mask
-from kernels.training.papers import childtuning_modes
 from running import DATA, equal, metrics, run
 
 
@@ -172,10 +171,3 @@ def test_nan_gradients_are_skipped(tmp_path, monkeypatch):
     result = run("childtuning", tmp_path / "out", *small_command(tmp_path), "--steps", 4, "--mode", "none")
     assert [step["skipped"] for step in result.steps] == [1, 1, 2, 2]
     assert {int(state["step"]) for state in result.state["optimizer"]["state"].values()} == {2}
-
-
-def test_scores_of_several_seeds():
-    """Scores are mean, standard deviation and best value of each metric. The best FPR95 is the lowest."""
-    runs = [{"accuracy": 80.0, "FPR95": 30.0}, {"accuracy": 90.0, "FPR95": 10.0}]
-    assert childtuning_modes.mean_and_spread(runs, ["a", "b"]) == (
-        "accuracy 85.00 ± 7.07, best 90.00; FPR95 20.00 ± 14.14, best 10.00")
