@@ -85,7 +85,8 @@ class EmbedChunk(torch.autograd.Function):
                             enabled=torch.is_autocast_enabled(kind))
         ctx.random_state, ctx.device_states = torch.get_rng_state(), get_device_states(trained)
         ctx.before = module.training, version(weights), version(chunk)
-        with torch.autocast(**ctx.autocast, cache_enabled=False):    # cached weights would have no gradient
+        # before torch 2.11, weights that autocast caches here would have no gradient
+        with torch.autocast(**ctx.autocast, cache_enabled=False):
             return embed_chunk(embed, chunk)
 
     @staticmethod

@@ -35,9 +35,9 @@ OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id
                    original synonym antonym synonymwords antonymwords""".split()
 FIRST_ROWS = 20                                                # rows that are read first, to find the columns
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
-NAME = r"[^\W\d_][\w-]*"                                      # of a column
-IDENTIFIER = r"[\w.:/+-]*\d[\w.:/+-]*"                          # also a number
-QUOTED = ("a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or without quotes")
+NAME = r"[^\W\d_][\w-]*"                                      # what an unusual column name looks like
+IDENTIFIER = r"[\w.:/+-]*\d[\w.:/+-]*"                          # a number, or a word with a digit
+QUOTED = "a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or without quotes"
 SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 csv.field_size_limit(2**24)                                    # in characters; Python's default is 131,072
 
@@ -445,11 +445,13 @@ def has_known_names(row, roles=SENTENCE_COLUMNS):
 
 def looks_like_header(rows):
     """Return whether the first of these rows looks like column names: all its cells are different words of
-    letters, digits, _ and -, and in some column none of the other cells is such a word."""
+    letters, digits, _ and -, which its columns do not repeat, and some column has no other such word."""
     start = int(bool(rows[0]) and not rows[0][0].strip())      # pandas writes an empty name for its index
-    names, *others = ([bool(re.fullmatch(NAME, cell.strip())) for cell in row[start:]] for row in rows)
-    is_different = any(not any(column) for column in zip(*others))
-    return bool(names) and all(names) and len({*rows[0]}) == len(rows[0]) and is_different
+    columns = [*zip(*(row[start:] for row in rows))]
+    are_names = [[bool(re.fullmatch(NAME, cell.strip())) for cell in column] for column in columns]
+    is_new = len({*rows[0]}) == len(rows[0]) and not any(name in others for name, *others in columns)
+    return is_new and all(is_name for is_name, *_ in are_names) and any(
+        others and not any(others) for _, *others in are_names)
 
 
 def join_names(names):

@@ -214,7 +214,7 @@ class ScriptParser(argparse.ArgumentParser):
             parsed.data = Table(data)
         self.check_inputs(parsed)
         for flag, values in input_values(parsed):
-            for value in values:
+            for value in values if data is None or flag != "data" else ():     # not for rows in memory
                 check_path(f"--{flag.replace('_', '-')} {value}", value, saved["inputs"].get(flag))
         if name:
             self.log_recipe(parsed, name)

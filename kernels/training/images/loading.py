@@ -192,8 +192,7 @@ def ignore_signals(_):
 
 
 def kill_workers():
-    """Kill all workers. Called when this process ends: multiprocessing would wait for the workers, because
-    they ignore its SIGTERM."""
+    """Kill all workers at the end of this process. They ignore the SIGTERM of multiprocessing."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)              # DataLoader would report the death of a worker
     for process in multiprocessing.active_children():
         if process.daemon:

@@ -83,8 +83,7 @@ def tokenise_table(table, model, run, name="tokens", whole=False):
 
 
 def write_tokens(table, model, max_length, folder):
-    """Write the table's tokens into a folder. Return (number of truncated sentences, share of unknown
-    tokens).
+    """Write the table's tokens into a folder. Return (number of truncated sentences, share of [UNK]).
 
     The folder gets two files. `ids` (int32): the token ids of all sentences, in order. `ends` (int64): 0,
     then for each sentence the position in `ids` where the sentence ends.

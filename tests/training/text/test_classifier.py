@@ -38,6 +38,7 @@ def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels
     (["The text,The label", "A film.,good", "So so.,bad", "Fine.,good", "No.,bad"], "bad good"),
     (["text,stars", "A film.,3", "So so.,1"], "1 3"),
     (["A film.,a class", "So so.,b", "Fine.,c"], "a class b c"),               # no header: each label once
+    (["Great,good", "So so.,bad", "Fine.,good"], "bad good"),                  # no header: a known label
     (["A film.,caf\u00e9", "So so.,cafe\u0301", "Fine.,tea"], "caf\u00e9 tea")])
 def test_headers_and_spellings(lines, labels, tmp_path, capsys):
     """A first row with a label that no other row has is a header. It is shown beside the first row."""
@@ -45,7 +46,7 @@ def test_headers_and_spellings(lines, labels, tmp_path, capsys):
     args = make_parser().parse_args(["--data", str(tmp_path / "a.csv"), "--batch-size", "2"])
     rows = load_data(args.data, args)
     is_header = len(rows) < len(lines)
-    assert " ".join(args.labels) == labels and is_header == ("." not in lines[0])
+    assert " ".join(args.labels) == labels and is_header == (lines[0][:4] in ("revi", "word", "The ", "text"))
     header = f"(after the header {lines[0].replace(',', ', ')})"
     assert (header in capsys.readouterr().out) == is_header
 
