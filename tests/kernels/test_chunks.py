@@ -106,7 +106,7 @@ def test_other_ways_to_differentiate_are_refused():
 
 
 def test_autocast_keeps_no_weights_without_gradient():
-    """Before torch 2.11, autocast would give its copies of weights, made without gradient, to later layers."""
+    """Before torch 2.11, later layers would get autocast's copies of weights, which have no gradient."""
     layer, seen = nn.Linear(6, 5), []
     layer.register_forward_hook(lambda *_: seen.append(torch.is_autocast_cache_enabled()))
     with torch.autocast("cpu", torch.bfloat16):
