@@ -157,20 +157,20 @@ def fingerprint(value):
         if path.is_file():
             hash_file(digest, path)
         elif path.is_dir():
-            files = [file for file in files_below(path) if file.is_file()]
-            every = math.ceil(len(files) / HASHED_FILES)
-            for i, file in enumerate(files):
-                digest.update(os.fsencode(file.relative_to(path)) + b" %d " % file.stat().st_size)
+            names = [name for name in names_below(path) if (path / name).is_file()]
+            every = math.ceil(len(names) / HASHED_FILES)
+            for i, name in enumerate(names):
+                digest.update(os.fsencode(name) + b" %d " % (path / name).stat().st_size)
                 if i % every == 0:
-                    hash_file(digest, file)
+                    hash_file(digest, path / name)
         else:                                                  # a hub name, rows in memory
             return value
     return digest.hexdigest()
 
 
-def files_below(folder):
-    """Yield the path of each file in a folder and its sub-folders, in the order of names. Links to folders
-    are followed, but no folder is visited twice. Names that begin with a dot are left out."""
+def names_below(folder):
+    """Yield the path below `folder` of each file in it and its sub-folders, sorted. Links to folders are
+    followed, but no folder is visited twice. Names that begin with a dot are left out."""
     visited = set()
     for path, folders, files in os.walk(folder, followlinks=True):
         if os.path.realpath(path) in visited:
@@ -178,7 +178,9 @@ def files_below(folder):
             continue
         visited.add(os.path.realpath(path))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(path, name) for name in sorted(files) if not name.startswith("."))
+        inside = os.path.relpath(path, folder)
+        shown = (name for name in sorted(files) if not name.startswith("."))
+        yield from (os.path.normpath(os.path.join(inside, name)) for name in shown)
 
 
 def hash_file(digest, path):

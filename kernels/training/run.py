@@ -35,8 +35,7 @@ from .loop import batches
 from .progress import Clock, peak_gb, step_line
 from .trackers import open_tracker
 
-# flags and attributes of args that may differ in a resumed run
-MAY_CHANGE = "resume", "out", "keep_state", "workers", "log", "probe_epochs", "command", "given"
+MAY_CHANGE = "resume out keep_state workers log probe_epochs command given".split()  # in a resumed run
 
 
 class Run:

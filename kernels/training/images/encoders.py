@@ -102,7 +102,7 @@ class ImageEncoder(nn.Module):
         are encoded in chunks (GradCache); a batch norm then uses the statistics of one chunk at a time."""
         chunks = views.split(self.chunk_size or len(views))
         has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self.head.modules())
-        if self.training and has_norm and len(chunks[-1]) == 1:
+        if self.chunk_size and self.training and has_norm and len(chunks[-1]) == 1:
             fail(f"--chunk-size {self.chunk_size}: the last chunk of {len(views)} views has 1 view, but the "
                  "batch norms of the head need at least 2; choose another size")
         module = self if self.chunk_size else None

@@ -11,7 +11,7 @@ import torch
 
 from ..data import read_table
 from ..errors import UserError, fail, is_out_of_memory, total_memory
-from ..out import files_below
+from ..out import names_below
 from .loading import ImageArrays, ImageFiles
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -130,8 +130,7 @@ class BatchUnpickler(pickle.Unpickler):
 def list_folder(path):
     """Return (folder, names of the image files below it, their labels or None). A label is the name of the
     folder directly below `path` that contains the file. Files and folders named .* are left out."""
-    files = (str(file.relative_to(path)) for file in files_below(path))
-    names = [name for name in files if name.lower().endswith(EXTENSIONS)]
+    names = [name for name in names_below(path) if name.lower().endswith(EXTENSIONS)]
     if not names:
         fail(f"{path}: no image files in this folder; expected files that end in {', '.join(EXTENSIONS)}")
     labels = [name.partition(os.sep)[0] if os.sep in name else None for name in names]
