@@ -79,6 +79,7 @@ def test_keep_state(keep, during, after, cwd, capfd):
 @pytest.mark.parametrize("file, change, flags, wanted", [
     ("state.pt", None, "", r"--out out contains a finished run; .* new run with --model out --out NEW"),
     ("metrics.jsonl", lambda old: b"{\n", "", "--resume: .* or metrics.jsonl in out cannot be read .*"),
+    ("config.json", None, "--steps 9", "--resume: steps was 1 in out, now it is 9; start a new run in .*"),
     ("args.json", None, "", "--resume: args.json, .* in out cannot be read .*"),
     ("args.json", bytes, "--pooling cls", r"--resume: pooling was avg in out, now it is cls"),
     ("args.json", bytes, "--steps 9", "--resume: steps was 1 in out, now it is 9; to train .* --out NEW")])
