@@ -22,7 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from .checks import check_callable, describe, refuse_second_derivative
 from .gather import cat_rows
 
-TRIM_SECONDS = 2               # least time between two calls of malloc_trim, which slows later allocations
+TRIM_SECONDS = 1               # least time between two calls of malloc_trim, which slows later allocations
 
 
 def embed_in_chunks(embed, chunks, module):

@@ -96,6 +96,7 @@ def test_two_backward_passes():
     torch.testing.assert_close(layer[0].weight.grad, 2 * once)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_other_ways_to_differentiate_are_refused():
     """They would return None or wrong gradients, because each chunk adds to .grad."""
     layer = nn.Linear(6, 5)
