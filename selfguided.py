@@ -19,7 +19,7 @@ This is --objective opt3. The others use one view h_i per sentence, from a layer
     python selfguided.py --evaluate --model out/selfguided --test stsb-test.tsv
 
 Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file with one sentence per
-cell. The script reads --columns, or else sentence1 and sentence2, or else all columns that are not numeric.
+cell. The script reads --columns, or else sentence1 and sentence2, or else all columns but numbers and ids.
 A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B,
 including its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
 Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,

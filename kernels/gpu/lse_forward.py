@@ -246,7 +246,7 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
     if loss:
         outputs = dict(positive=stats.new_empty(n), sides=new_sides(len(stats), n, q.device), weights=weights,
                        mask=temperature_only_mask(temperature, q))
-    config = tile_config(q, mask, square=triangle) | (dict(num_warps=8) if few else {})  # maxima: registers
+    config = tile_config(q, mask, triangle) | (dict(num_warps=8) if few else {})   # maxima take registers
     operands, rest = kernel_args(q, k, mask, temperature, config)
 
     def sums(i, j, height, width):

@@ -1,4 +1,4 @@
-"""For selfguided.py: pool the states of every layer of an encoder."""
+"""For selfguided.py: pool the states of layers of an encoder."""
 import torch
 
 from ..text.tokens import restore_order
