@@ -50,7 +50,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from kernels import check_rows, check_unit, checks, gather_rows, own_rows, queue_loss
+from kernels import check_rows, checks, gather_rows, own_rows, queue_loss
 from kernels.training.errors import check_memory, command, fail, log
 from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import evaluation
@@ -210,7 +210,6 @@ def moco_loss(q, k, queue, temperature=0.07, *, impl="auto"):
     source     He et al. 2020, eq. 1
     """
     check_rows(q=(q, "N D"), k=(k, "N D"), queue=(queue, "K D"))
-    check_unit("queue", queue)
     # −log( e^{q·k/τ} / (e^{q·k/τ} + Σ_j e^{q·n_j/τ}) ); kernels/eager.py computes this in plain PyTorch
     return queue_loss(unit_rows(q, 1e-12), unit_rows(k, 1e-12).detach(), queue, temperature, impl=impl)
 

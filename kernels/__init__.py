@@ -15,7 +15,6 @@ embed_in_chunks        embeddings of a batch whose activations do not fit into m
 gather_rows            all rows of a batch that is split over several processes, with exact gradients
 own_rows               the rows of one process, as a slice, if a batch is split over several processes
 check_rows             raise ValueError if tensors do not have the expected dtypes, shapes and device
-check_unit             raise ValueError if the rows of a tensor do not have norm 1
 choose_impl            the implementation that impl="auto" selects for a tensor
 
 A similarity is the dot product of two rows. For cosine similarities pass rows of norm 1 (F.normalize) or
@@ -24,23 +23,22 @@ normalize=True. The argument impl of a function is the implementation:
 "triton"       fused Triton kernels, on CUDA GPUs
 "blockwise"    plain PyTorch that computes a few rows of the matrix at a time; any device, also float64
 "eager"        the textbook formula, which stores the (N, M) matrix; tests and benchmarks compare with it
-"auto"         "triton" on CUDA GPUs (not for float64), else "eager" for a small matrix, "blockwise" for large
+"auto"         "eager" for at most 2²⁴ logits N·M on a GPU (4096 × 4096, which takes about 250 MB), and 2¹⁸ on
+               a CPU; for a larger matrix "triton" on CUDA GPUs (not for float64), else "blockwise"
 
 All functions raise ValueError for an invalid argument; it names the argument, what was found and expected.
 """
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import pkgutil
 import sys
+from pathlib import Path
 
-from .call import similarity_lse, similarity_topk
-from .checks import check_rows, check_unit
+from .call import choose_impl, similarity_lse, similarity_topk
+from .checks import check_rows
 from .chunks import embed_in_chunks
 from .gather import gather_rows, own_rows
-from .heuristics import choose_impl
 from .losses import (
     clip_loss,
     info_nce,
@@ -58,14 +56,12 @@ VERSION = __version__ = "0.1.0"
 # Hugging Face has a package with the name "kernels" too, and transformers uses it. Python finds our folder
 # first. Names and modules that are not in our folder are loaded from Hugging Face's package, if installed.
 OURS = [__name__, *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))]
-with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-    installed = importlib.metadata.distribution("kernels")
-    __version__ = installed.version            # Hugging Face's version, which other packages may read
+for installed in importlib.metadata.distributions(name="kernels"):
     __path__.append(str(installed.locate_file("kernels")))
+    __version__ = installed.version                            # other packages may read it
 
 
 def __getattr__(name):
-    """Return attribute `name` of Hugging Face's package `kernels`; raise AttributeError if it has none."""
     if len(__path__) == 1 or name.startswith("__") or f"{__name__}.{name}" in OURS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(load_installed(), name)
@@ -74,14 +70,11 @@ def __getattr__(name):
 @functools.cache
 def load_installed():
     """Import Hugging Face's `kernels` with our modules out of sys.modules: both have a benchmark.py."""
-    spec = importlib.util.spec_from_file_location(__name__, os.path.join(__path__[1], "__init__.py"))
-    package = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(__name__, Path(__path__[1], "__init__.py"))
     ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}
-    sys.modules[__name__] = package
+    sys.modules[__name__] = package = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(package)
     finally:
-        for name in OURS:
-            sys.modules.pop(name, None)
         sys.modules.update(ours)
     return package

@@ -33,10 +33,11 @@ ONE_STRIP = 2 ** 20        # a matrix of at most this many logits is one strip
 MIN_STRIP_ROWS = 64        # fewer rows would make products slow, because each strip reads all keys
 
 
-def to_accumulation_dtype(q, k, temperature):
-    """Return q and k in the dtype of temperature, in which sums are computed; for k=None return (q, q)."""
-    q = q.to(temperature.dtype)
-    return q, q if k is None else k.to(temperature.dtype)
+def rows_of(call):
+    """Return q and the keys, rounded to the dtype of products, in the dtype of sums."""
+    rounded = call.rounded
+    q = rounded.q.to(call.temperature.dtype)
+    return q, q if call.k is None else rounded.k.to(q.dtype)
 
 
 def zeros_if(needed, x):
@@ -47,23 +48,11 @@ def zeros_if(needed, x):
 # ── strips of logits ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def strip_slices(n, m, mask, triangle):
-    """Yield (slice of rows, slice of columns) for each strip.
-
-    If the mask has sorted groups (argument within of similarity_lse), a strip covers only the columns in the
-    groups of its rows. On a GPU it covers all columns, because reading the groups makes the host wait.
-    """
+def strip_slices(n, m, triangle):
+    """Yield (slice of rows, slice of columns) for each strip."""
     height = n if n * m <= ONE_STRIP else max(MIN_STRIP_ROWS, min(STRIP_LOGITS // m, n // 8))
-    groups = mask.row_groups, mask.column_groups
-    is_sorted = groups[0] is not None and groups[0].is_cpu and all((x[1:] >= x[:-1]).all() for x in groups)
-    if is_sorted:
-        height = MIN_STRIP_ROWS
-        first, last = (torch.searchsorted(*groups[::-1], right=right).tolist() for right in (False, True))
     for start in range(0, n, height):
-        stop = min(start + height, n)
-        left, right = (first[start], last[stop - 1]) if is_sorted else (start if triangle else 0, m)
-        left = min(left, m - 1)                              # at least one column, even if it is excluded
-        yield slice(start, stop), slice(left, max(right, left + 1))
+        yield slice(start, min(start + height, n)), slice(start if triangle else 0, m)
 
 
 def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
@@ -77,7 +66,7 @@ def logit_strips(q, k, temperature, mask, triangle=False, positive=None):
     by_index = mask.exclude == "target" or mask.exclude != "none" and not mask.has_vectors
     targets = positive_columns(mask, n, m, q.device) if by_index else None
     own = own_columns(mask, torch.arange(n, device=q.device), n, m) if mask.exclude == "pair" else None
-    for rows, columns in strip_slices(n, m, mask, triangle):
+    for rows, columns in strip_slices(n, m, triangle):
         s = (q[rows] / temperature) @ k[columns].T
         if by_index:                                         # the mask excludes 1 or 2 entries per row
             found = exclude_entries(s, targets[rows] - columns.start)
@@ -211,40 +200,39 @@ def add_rows(total, index, rows):
         total.index_add_(0, index, rows)
 
 
-def gradient_of_temperature(q, dq, temperature, needed, self_similarity=False):
-    """Return dτ = −⟨q, dq⟩/τ, which follows from s = q·k/τ; a tensor without elements if dτ is not needed.
+def gradient_of_temperature(call, q, dq, needs):
+    """Return dτ = −⟨q, dq⟩/τ, which follows from s = q·k/τ; None if dτ is not needed.
 
     With self-similarity ⟨q, dq⟩ counts each product twice, so the result is halved.
     """
-    if not needed:
-        return q.new_empty(0)
-    return -torch.linalg.vecdot(q, dq).sum() / temperature / (2 if self_similarity else 1)
+    if not needs[2]:
+        return None
+    return -torch.linalg.vecdot(q, dq).sum() / call.temperature / (2 if call.k is None else 1)
 
 
 # ── the log-sum-exp ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def similarity_lse(q, k, temperature, mask):
-    """Return (log-sum-exp (N,), statistics (2, N)) in the dtype of temperature; for k=None the keys are q."""
-    wide_q, wide_k = to_accumulation_dtype(q, k, temperature)
-    if k is None:
-        stats, *_ = two_sided_stats(wide_q, wide_q, temperature, mask, True)
+def similarity_lse(call):
+    """Return (log-sum-exp (N,), statistics (2, N)) in the dtype of the temperature."""
+    q, k = rows_of(call)
+    if call.k is None:
+        stats, *_ = two_sided_stats(q, k, call.temperature, call.mask, True)
         return stats[0] + stats[1].log(), stats
-    stats = new_stats(wide_q)
-    for rows, _, s in logit_strips(wide_q, wide_k, temperature, mask):
+    stats = new_stats(q)
+    for rows, _, s in logit_strips(q, k, call.temperature, call.mask):
         add_stats(stats[:, rows], s, 1)
     return stats[0] + stats[1].log(), stats
 
 
-def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs_k, needs_temperature):
+def similarity_lse_backward(call, grad, stats, needs):
     """Return (dq, dk, dτ), where grad (N,) is the upstream gradient of the log-sum-exp.
 
-    A gradient that is not needed has no elements. For k=None, dk has no elements: dq is the whole gradient.
+    dq and dk have no rows, and dτ is None, if they are not needed. For k=None, dq is the whole gradient.
     """
-    triangle = k is None
-    q, k = to_accumulation_dtype(q, k, temperature)
-    dq, dk = zeros_if(needs_q or needs_temperature, q), zeros_if(needs_k and not triangle, k)
-    strips, g = logit_strips(q, k, temperature, mask, triangle), grad / temperature
+    triangle, (q, k) = call.k is None, rows_of(call)
+    dq, dk = zeros_if(needs[0] or needs[2], q), zeros_if(needs[1] and not triangle, k)
+    strips, g = logit_strips(q, k, call.temperature, call.mask, triangle), grad / call.temperature
     if triangle:
         add_two_sided_gradients(dq, dq, q, k, strips, stats, stats, g, g, True)
     else:
@@ -252,7 +240,7 @@ def similarity_lse_backward(q, k, temperature, mask, grad, stats, needs_q, needs
         for rows, columns, s in strips if len(dq) or len(dk) else ():
             w = s.sub_(stats[0, rows, None]).exp_().mul_(factors[rows, None])
             add_products(dq, dk, w, q, k, rows, columns)
-    return dq, dk, gradient_of_temperature(q, dq, temperature, needs_temperature, triangle)
+    return dq, dk, gradient_of_temperature(call, q, dq, needs)
 
 
 # ── losses ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -264,16 +252,21 @@ def loss_and_slopes(positive, stats, weights):
     return -(weights @ F.logsigmoid(-gap)), weights * gap.sigmoid()     # −logsigmoid(−x) = softplus(x)
 
 
-def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs_temperature):
+def fuses_backward(call, both, needs):
+    """Return whether softmax_loss computes its gradients together with the loss: always."""
+    return True
+
+
+def softmax_loss(call, both, weights, needs):
     """Return (loss, dq, dk, dτ), with gradients computed along with the loss.
 
     The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w_i = 1/N for weights=None. With both=True it
     is the mean of two such losses: one has a softmax per row (dim=1), the other one per column (dim=0); then
-    the positive of query i is key i. A gradient that is not needed has no elements. See fused.softmax_loss.
+    the positive of query i is key i. Unneeded gradients are as in similarity_lse_backward.
     """
-    triangle, n = k is None, len(q)
-    q, k = to_accumulation_dtype(q, k, temperature)
-    dq, dk = zeros_if(needs_q or needs_temperature, q), zeros_if(needs_k and not triangle, k)
+    triangle, (q, k), temperature, mask = call.k is None, rows_of(call), call.temperature, call.mask
+    n = len(q)
+    dq, dk = zeros_if(needs[0] or needs[2], q), zeros_if(needs[1] and not triangle, k)
     weights = q.new_full((n,), (0.5 if both else 1) / n) if weights is None else weights.to(q.dtype)
     targets, positive = positive_columns(mask, n, len(k), q.device), q.new_empty(n)
     if triangle or both:
@@ -299,39 +292,41 @@ def softmax_loss(q, k, temperature, mask, weights, both, needs_q, needs_k, needs
             g[rows] /= temperature
             add_products(dq, dk, s.mul_(divide(g[rows], stats[1])[:, None]), q, k, rows, columns)
     subtract_positives(dq, dk, q, k, targets, g)
-    return loss, dq, dk, gradient_of_temperature(q, dq, temperature, needs_temperature, triangle)
+    return loss, dq, dk, gradient_of_temperature(call, q, dq, needs)
 
 
-def queue_loss(q, k, queue, temperature, mask, needs_gradient):
-    """Return (loss, dq, dk), where the loss is the mean of softplus(lse_i − q_i·k_i/τ).
+def queue_loss(call, queue, needs):
+    """Return (loss, dq, dk, dτ), where the loss is the mean of softplus(lse_i − q_i·k_i/τ).
 
     lse_i is the log-sum-exp of the logits of query i with the queue. The queue gets no gradient.
     """
-    q, k, queue = (x.to(temperature.dtype) for x in (q, k, queue))
+    (q, k), temperature = rows_of(call), call.temperature
+    queue = queue.to(q.dtype)
     stats, o = new_stats(q), torch.zeros_like(q)               # o_i = Σ_j p_ij queue_j
-    for rows, columns, s in logit_strips(q, queue, temperature, mask):
+    for rows, columns, s in logit_strips(q, queue, temperature, call.mask):
         add_stats(stats[:, rows], s, 1)
         add_products(o, o[:0], s, q, queue, rows, columns)
     o.mul_(divide(1, stats[1])[:, None])
     positive = (q / temperature * k).sum(1)                  # round q / τ first, as for the queue's logits
     loss, g = loss_and_slopes(positive, stats, q.new_full((len(q),), 1 / len(q)))
-    if not needs_gradient:
-        return loss, None, None
+    if not any(needs):
+        return loss, None, None, None
     g = (g / temperature)[:, None]
-    return loss, g * (o - k), -g * q
+    dq = g * (o - k)
+    return loss, dq, -g * q, gradient_of_temperature(call, q, dq, needs)
 
 
-def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias):
-    """Return (loss, dq, dk, dτ, db); a gradient that is not needed has no elements.
+def sigmoid_loss(call, bias, needs):
+    """Return (loss, dq, dk, dτ, db). Unneeded gradients: as in similarity_lse_backward; db is then None.
 
     The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)). y_ij is 1 for positive pairs, which the mask
     excludes, and −1 for other pairs. A pair's gradient needs no other logit: each strip is computed once.
     """
+    (q, k), temperature = rows_of(call), call.temperature
     n = len(q)
-    q, k = to_accumulation_dtype(q, k, temperature)
-    dq, dk = zeros_if(needs_q or needs_temperature, q), zeros_if(needs_k, k)
+    dq, dk = zeros_if(needs[0] or needs[2], q), zeros_if(needs[1], k)
     positive, sums = q.new_empty(n), q.new_empty(2, n)       # Σ_j softplus(s_ij), Σ_j σ(s_ij)
-    for rows, columns, s in logit_strips(q, k, temperature, mask, positive=positive):
+    for rows, columns, s in logit_strips(q, k, temperature, call.mask, positive=positive):
         s += bias
         sums[0, rows] = F.softplus(s, threshold=40).sum(1)   # above 40, softplus(s) equals s even in float64
         sums[1, rows] = s.sigmoid_().sum(1)
@@ -339,20 +334,19 @@ def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperat
     positive += bias
     of_positive = positive.neg().sigmoid()
     loss = (sums[0] - F.logsigmoid(positive)).sum() / n
-    targets = positive_columns(mask, n, len(k), q.device)
+    targets = positive_columns(call.mask, n, len(k), q.device)
     subtract_positives(dq, dk, q, k, targets, of_positive / n / temperature)
-    db = (sums[1] - of_positive).sum() / n if needs_bias else q.new_empty(0)
-    return loss, dq, dk, gradient_of_temperature(q, dq, temperature, needs_temperature), db
+    db = (sums[1] - of_positive).sum() / n if needs[3] else None
+    return loss, dq, dk, gradient_of_temperature(call, q, dq, needs), db
 
 
 # ── the nearest columns ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def similarity_topk(q, k, temperature, n, mask):
+def similarity_topk(call, n):
     """Return (values, int64 columns), (N, n) each, largest first; column −1 for a value of −inf."""
-    q, k = to_accumulation_dtype(q, k, temperature)
+    q, k = rows_of(call)
     values, found = q.new_full((len(q), n), -torch.inf), q.new_full((len(q), n), -1, dtype=torch.int64)
-    for rows, columns, s in logit_strips(q, k, temperature, mask):
-        largest, index = s.topk(min(n, s.shape[1]), 1)
-        values[rows, :largest.shape[1]], found[rows, :index.shape[1]] = largest, index + columns.start
+    for rows, _, s in logit_strips(q, k, call.temperature, call.mask):
+        values[rows], found[rows] = s.topk(n, 1)
     return values, found.masked_fill_(values.isneginf(), -1)

@@ -1,19 +1,24 @@
-"""prepare(): check, cast, normalise and mask the arguments of an operation, and choose the implementation.
+"""prepare(): check, cast and normalise the arguments of an operation, and choose its implementation.
 
-Operations with an argument impl call prepare(), and pass the Call that it returns to eager.py or fused.py.
+The public functions call prepare(), and pass the Call that it returns to one module (Call.ops): eager.py, or
+fused.py, which differentiates the functions of blockwise.py and gpu/. All of these take the Call.
 This file has similarity_lse and similarity_topk; losses.py has the losses.
 """
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import eager, fused
-from .checks import check_flag, check_inputs, check_integer
-from .heuristics import TOPK_SLOTS, choose_impl
-from .masks import Mask, is_symmetric, make_mask
-from .replay import replayed, without_compile
+from . import blockwise, eager, fused
+from .checks import IMPLS, check_choice, check_flag, check_inputs, check_integer, describe
+from .eager import cast
+from .masks import Mask, make_mask
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# up to this many logits (N·M) "auto" selects "eager", which is then at least about as fast as the others
+EAGER_LOGITS, EAGER_LOGITS_ON_GPU = 2 ** 18, 2 ** 24
 
 
 class Call(NamedTuple):
@@ -37,40 +42,84 @@ class Call(NamedTuple):
         return [grad and x is not None and x.requires_grad for x in (self.q, self.k, self.temperature)]
 
     @property
-    def operands(self):
-        """q and k in product_dtype; a k of None stays None.
+    def rounded(self):
+        """This call with q and k in product_dtype.
 
         resolve_neg() copies lazily negated views such as x.conj().imag, because kernels read raw memory.
         """
-        return [None if x is None else x.resolve_neg().to(self.product_dtype) for x in (self.q, self.k)]
+        q, k = cast(self.q.resolve_neg(), self.product_dtype), self.k
+        if k is not None:
+            k = cast(k.resolve_neg(), self.product_dtype)
+        return self if q is self.q and k is self.k else self._replace(q=q, k=k)
+
+    @property
+    def ops(self):
+        """The module with differentiable functions of this call."""
+        return eager if self.impl == "eager" else fused
+
+    @property
+    def compute(self):
+        """The module whose functions fused.py differentiates."""
+        if self.impl == "blockwise":
+            return blockwise
+        from . import gpu  # needs Triton
+        return gpu
 
 
-def prepare(q, k, temperature, *, mask=None, exclude=None, within=None, similar=None, offset=0,
-            positives=False, names=("q", "k"), normalize=False, impl="auto"):
+def prepare(q, k, temperature, mask, *, positives=False, names=("q", "k"), normalize=False, impl="auto",
+            columns=None):
     """Return the Call for the arguments of a public function; raise ValueError for an invalid argument.
 
     k          None: the keys are the rows of q. With positives=True, None is invalid
-    mask       the Mask, if the caller has made one; None: make it from exclude, within, similar and offset
+    mask       the Mask, whose offset is checked here if positives is True and it excludes the diagonal
     positives  True: the positive of query i is key i + offset, which must exist
     names      names of q and k in error messages
+    columns    number of columns of the logits; None: the number of keys
     """
-    self_similarity = k is None and not positives
-    k = q if self_similarity else k
-    check_inputs(q, k, names, temperature, offset if exclude == "diagonal" else None, positives)
+    check_inputs(q, q if k is None and not positives else k, names, temperature,
+                 mask.offset if positives and mask.exclude == "diagonal" else None)
+    return make_call(q, k, temperature, mask, normalize, impl, columns)
+
+
+def make_call(q, k, temperature, mask, normalize, impl, columns=None):
+    """Return the Call for arguments that are checked, except for normalize and impl."""
     check_flag("normalize", normalize)
-    if mask is None:
-        mask = make_mask(len(q), len(k), self_similarity, exclude, within, similar, offset)
-    product_dtype = q.dtype
+    self_similarity = k is None
+    k, product_dtype = q if self_similarity else k, q.dtype
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         product_dtype = torch.get_autocast_dtype(q.device.type)
         # cast half-precision rows to float32, so that gradients are float32; a k that needs none is not cast
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
-    impl = choose_impl(impl, q, len(q), len(k), product_dtype)
+    impl = choose_impl(impl, q, len(q), columns or len(k))
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)
     if normalize:
-        q, k = unit_rows(q), q if self_similarity else unit_rows(k)
-    k = None if self_similarity and is_symmetric(mask) else q if self_similarity else k
+        q, k = unit_rows(q), k if self_similarity else unit_rows(k)
+    if self_similarity:
+        k = None if mask.is_symmetric else q
     return Call(q, k, as_scalar(temperature, accumulation_dtype), mask, impl, product_dtype)
+
+
+def choose_impl(impl, x, n=None, m=None):
+    """Return the implementation for the tensor x: the choice of "auto", or impl itself if it is not "auto".
+
+    "auto" selects "eager" for a matrix of at most 2²⁴ logits on a GPU (4096 × 4096) and 2¹⁸ on a CPU. For a
+    larger matrix it selects "triton" on a GPU with Triton, except for float64, and "blockwise" otherwise.
+    n, m    shape of the matrix of logits; None: a large matrix
+    """
+    check_choice("impl", impl, *IMPLS)
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"x: found {describe(x)}, expected a tensor")
+    if impl == "auto":
+        if n is not None and n * m <= (EAGER_LOGITS_ON_GPU if x.is_cuda else EAGER_LOGITS):
+            return "eager"
+        return "triton" if x.is_cuda and HAS_TRITON and x.dtype != torch.float64 else "blockwise"
+    if impl == "triton":
+        if not HAS_TRITON:
+            raise ValueError("impl: 'triton' needs the package triton, which is not installed; "
+                             "use 'blockwise'")
+        if x.dtype == torch.float64:
+            raise ValueError("impl: 'triton' does not support float64; use 'blockwise' or 'eager'")
+    return impl
 
 
 def unit_rows(x):
@@ -86,7 +135,6 @@ def as_scalar(x, dtype):
     return x.to(dtype) if isinstance(x, Tensor) else torch.full((), float(x), dtype=dtype, device="cpu")
 
 
-@replayed
 def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0,
                    normalize=False, impl="auto"):
     """Return log Σ_j exp(q_i·k_j / τ) for each query i; only impl="eager" stores the (N, M) matrix.
@@ -99,9 +147,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  | "pair" (keys i and i ± N/2; only if k is None)
                  | (query ids (N,), key ids (M,)) integers: keys with the id of query i
                  | ("diagonal", query ids, key ids): key i + offset, and keys with the id of query i
-    within       (query ids (N,), key ids (M,)) integers: sum only over keys with the id of query i. If both
-                 id vectors are sorted, as for packed sequences, "triton" (in float16 and bfloat16) and
-                 "blockwise" (on the CPU) skip most pairs with different ids
+    within       (query ids (N,), key ids (M,)) integers: sum only over keys with the id of query i
     similar      (features f_q (N, E), features f_k (M, E), threshold phi): query i leaves out key j if
                  f_q_i·f_k_j ≥ phi. The features get no gradient
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
@@ -113,25 +159,26 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     returns      (N,) float32 (float64 for float64 rows), differentiable with respect to q, k and temperature.
                  A query for which all keys are left out gets -inf, with gradient 0
     raises       RuntimeError for second derivatives (create_graph=True), forward mode and torch.func; only
-                 impl="eager" supports them. Except with impl="eager", torch.compile does not trace this
-                 function (graph break), so fullgraph=True fails
-    precision    float32 products follow torch.get_float32_matmul_precision(). Half-type products are exact
-                 ("eager" rounds them). Sums are in float32. For logits of any size (in Triton up to 1e9),
-                 gradients are as accurate as in "eager". A NaN query does not reach other queries' gradients.
-                 Under torch.autocast, float32 rows are multiplied in its dtype; gradients are float32
+                 impl="eager" supports them. Except in "eager", torch.compile does not trace this function
+                 (graph break), so fullgraph=True fails
+    precision    float32 products follow torch.get_float32_matmul_precision(). Half-type products are exact.
+                 Sums are in float32. For logits of any size (in Triton up to 1e9), gradients are as accurate
+                 as in "eager". A NaN query does not reach other queries' gradients. Under torch.autocast,
+                 float32 rows are multiplied in its dtype; gradients are float32
     memory       inputs, gradients, at most a float32 copy of each of these, and buffers. In Triton, buffers
                  take 160 MiB, or 544 MiB if a loss computes its gradient in forward (less if you lower
-                 WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.heuristics). The first call with new shapes
-                 briefly takes up to 512 MiB more (replay.py). In "blockwise", float32 buffers take up to 144
-                 MiB (with similar 224), or 288 (448) rows of logits if this is more. "eager" stores O(N·M)
+                 WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.gpu.heuristics). In "blockwise", float32
+                 buffers take up to 144 MiB (with similar 224), or 288 (448) rows of logits if this is more.
+                 "eager" stores O(N·M): about 4 matrices of logits, 250 MB for 4096 × 4096
     source       van den Oord et al. 2018, eq. 4
     """
-    call = prepare(q, k, temperature, exclude=exclude, within=within, similar=similar, offset=offset,
-                   normalize=normalize, impl=impl)
-    return eager.similarity_lse(call) if call.impl == "eager" else fused.similarity_lse(call)
+    keys = q if k is None else k
+    check_inputs(q, keys, ("q", "k"), temperature)
+    mask = make_mask(len(q), len(keys), k is None, exclude, within, similar, offset)
+    call = make_call(q, k, temperature, mask, normalize, impl)
+    return call.ops.similarity_lse(call)
 
 
-@without_compile
 @torch.no_grad()
 def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=0, normalize=False,
                     impl="auto"):
@@ -147,11 +194,9 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
                  Equal products come in any order. A NaN product counts as the largest
     memory       inputs, at most a float32 copy of each, O(N·n + M) numbers, a constant buffer; "eager" O(N·M)
     """
-    call = prepare(q, k, 1.0, exclude=exclude, within=within, similar=similar, offset=offset,
-                   normalize=normalize, impl=impl)
-    check_integer("n", n, 1, len(call.keys), f"from 1 to the {len(call.keys)} rows of k")
-    if call.impl == "eager":
-        return eager.similarity_topk(call, n)
-    if n > TOPK_SLOTS:
-        call = call._replace(impl="blockwise")
-    return fused.similarity_topk(call, n)
+    keys = q if k is None else k
+    check_inputs(q, keys, ("q", "k"))
+    mask = make_mask(len(q), len(keys), k is None, exclude, within, similar, offset)
+    call = make_call(q, k, 1.0, mask, normalize, impl)
+    check_integer("n", n, 1, len(keys), f"from 1 to the {len(keys)} rows of k")
+    return call.ops.similarity_topk(call, n)

@@ -48,7 +48,6 @@ def check_rows(offset=0, /, **named):
         sizes, first = found | sizes, {letters[0]: (name, x)} | first
     if "N" in first and "M" in first:
         check_positives(first["N"], first["M"], offset)
-        check_gathered(first["N"][1], first["M"][1], offset, first["M"][0])
 
 
 def shape_text(letters, sizes):
@@ -57,11 +56,10 @@ def shape_text(letters, sizes):
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
-def check_inputs(q, k, names, temperature=1.0, offset=None, positives=False):
+def check_inputs(q, k, names, temperature=1.0, offset=None):
     """Raise ValueError unless q (N, D), k (K, D) and the temperature τ are valid for the logits q·kᵀ/τ.
 
-    offset     None, or the index of this rank's first row: query i belongs to key i + offset
-    positives  True: if offset is given, key i + offset must exist for each query i
+    offset    None, or the index of this rank's first row: key i + offset must exist for each query i
     """
     check_rows(**{names[0]: (q, "N D"), names[1]: (k, "K D")})
     if k.dtype != q.dtype:
@@ -71,10 +69,7 @@ def check_inputs(q, k, names, temperature=1.0, offset=None, positives=False):
             raise ValueError(f"{names[1]}: dtype {k.dtype}, expected {q.dtype} like {names[0]}")
     check_temperature(temperature, q.device)
     if offset is not None:
-        check_offset(offset)
-        if positives:
-            check_positives((names[0], q), (names[1], k), offset)
-        check_gathered(q, k, offset, names[1])
+        check_positives((names[0], q), (names[1], k), offset)
 
 
 def check_same_dtype(**rows):
@@ -214,41 +209,3 @@ def check_positives(queries, keys, offset):
             raise ValueError(f"offset: {describe(offset)}, expected {expected}")
         expected = f"{n} + offset {offset}: one positive for each row of {name_q}"
         raise ValueError(f"{name_k}: {m} rows, expected at least {expected}")
-
-
-def check_gathered(q, k, offset, name="k"):
-    """Raise ValueError if k comes from gather_rows, but row `offset` of k is not this rank's first row.
-
-    A k computed from gathered rows, for example by F.normalize, is not checked. If q also has the rows of all
-    ranks, offset 0 is right, and there is no error.
-    """
-    start, stop = getattr(k, "own_rows", (offset, 0))
-    if start != offset and len(q) == stop - start:
-        raise ValueError(f"offset: {offset}, but {name} has the rows of all processes, and this process's "
-                         f"rows start at {start}; expected offset=own_rows({len(k)}).start")
-
-
-def check_order(pair, gathered, names):
-    """Raise ValueError if gathered[0] was gathered from pair[1], and gathered[1] from pair[0]."""
-    sources = [getattr(x, "gathered_from", lambda: None)() for x in gathered]
-    if pair[0] is not pair[1] and sources[0] is pair[1] and sources[1] is pair[0]:
-        raise ValueError(f"gathered: found ({names[1]}, {names[0]}), expected ({names[0]}, {names[1]})")
-
-
-@torch.no_grad()
-def check_unit(name, x):
-    """Raise ValueError if the norm of a row of x differs from 1 by more than 1e-2.
-
-    The check makes the host wait for the GPU. So it runs at most twice per tensor: at the first call, and at
-    the first call after the tensor has changed (for a queue: after keys have been enqueued).
-    """
-    check_rows(**{name: (x, "N D")})
-    checked, version = getattr(x, "unit_at", ()), 0 if x.is_inference() else x._version
-    if torch.compiler.is_compiling() or len(checked) == 2 or version in checked:
-        return
-    norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
-    smallest, largest = norms.aminmax()
-    if not (smallest >= 0.99 and largest <= 1.01):             # a NaN norm raises too
-        raise ValueError(f"{name}: rows of norm {smallest:.3g} to {largest:.3g}, expected unit rows "
-                         "from F.normalize(..., dim=1)")
-    x.unit_at = *checked, version

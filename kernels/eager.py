@@ -1,27 +1,84 @@
 """The operations as in a textbook, with the (N, M) matrix of logits stored.
 
-Tests and benchmarks compare the fused operations with this file. Only this file supports higher derivatives.
-impl="auto" uses this file only for small matrices. `call` holds the checked arguments (call.py).
+impl="auto" uses this file for small matrices. Tests and benchmarks compare the fused operations with it. Only
+this file supports higher derivatives. `call` holds the checked arguments (call.py).
 """
 import torch
 import torch.nn.functional as F
 
-from .masks import excluded
+from .masks import excluded, own_columns, positive_columns
+
+
+class Product(torch.autograd.Function):
+    """a·b for rows that are rounded to a half type. Products are exact, and sums and the result are float32.
+
+    PyTorch's a @ b would round the result to the half type, and has no derivative with out_dtype=float32.
+    """
+
+    @staticmethod
+    def forward(ctx, a, b, dtype):
+        ctx.save_for_backward(a, b)
+        ctx.dtype = dtype
+        return multiply(cast(a, dtype), cast(b, dtype), torch.float32)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        needs_a, needs_b, _ = ctx.needs_input_grad
+        # in float16 the gradient might underflow
+        dtype = ctx.dtype if gradient.is_cuda and ctx.dtype == torch.bfloat16 else torch.float32
+        gradient = cast(gradient, dtype)
+        da = db = None
+        if needs_a:
+            da = product(gradient, cast(b, ctx.dtype, dtype).T, a.dtype)
+        if needs_b:
+            db = product(cast(a, ctx.dtype, dtype).T, gradient, b.dtype)
+        return da, db, None
+
+
+def product(a, b, dtype):
+    """Return a·b in the given dtype; if autograd records a second derivative, return a Product in float32."""
+    return Product.apply(a, b, a.dtype) if torch.is_grad_enabled() else multiply(a, b, dtype)
+
+
+def cast(x, *dtypes):
+    """Return x, cast to one dtype after the other. Even if it does nothing, Tensor.to takes microseconds."""
+    for dtype in dtypes:
+        if x.dtype != dtype:
+            x = x.to(dtype)
+    return x
+
+
+def multiply(a, b, dtype):
+    """Return a·b in the given dtype, with exact products and float32 sums, also under autocast."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    out = a.new_empty(len(a), b.shape[1], dtype=torch.float32)             # on a CPU, mm has no out_dtype
+    return torch.mm(a.float(), b.float(), out=out).to(dtype)
+
+
+def is_half(call):
+    """Return whether q and k are multiplied in a half type."""
+    return call.product_dtype.itemsize == 2
 
 
 def logits_of(call):
     """Return the logits q·kᵀ/τ, (N, M), in float32 (float64 for float64 rows)."""
-    q, k = call.q.to(call.product_dtype), call.keys.to(call.product_dtype)
-    if call.product_dtype == call.temperature.dtype:
-        return (q / call.temperature) @ k.T
-    return (q @ k.T).to(call.temperature.dtype) / call.temperature
+    if is_half(call):
+        return Product.apply(call.q, call.keys.T, call.product_dtype) / call.temperature
+    return (call.q / call.temperature) @ call.keys.T
+
+
+def exclude_diagonal(logits, offset):
+    """Set the logits (i, i + offset) to −∞. Their gradient is 0 anyway, so autograd need not see this."""
+    logits.detach().diagonal(offset).fill_(-torch.inf)
 
 
 def masked_logits(call):
-    """Return (logits with −inf where excluded, None or a bool (N,) that is True for rows of only −inf)."""
+    """Return (logits with −∞ where excluded, None or a bool (N,) that is True for rows of only −∞)."""
     s, mask = logits_of(call), call.mask
     if mask.exclude == "diagonal" and not mask.has_vectors and s.shape[1] > 1:
-        s.diagonal(mask.offset).fill_(-torch.inf)
+        exclude_diagonal(s, mask.offset)
         return s, None
     out = excluded(mask, torch.arange(len(s), device=s.device), *s.shape)
     return (s, None) if out is None else (s.masked_fill(out, -torch.inf), out.all(1))
@@ -37,58 +94,64 @@ def similarity_lse(call):
 
 
 def similarity_topk(call, n):
-    """Return (values, columns) of the n largest logits of each row; column −1 for a value of −inf."""
+    """Return (values, columns) of the n largest logits of each row; column −1 for a value of −∞."""
     values, columns = masked_logits(call)[0].topk(n, 1)
     return values, columns.masked_fill(values.isneginf(), -1)
 
 
-def info_nce(call, symmetric=False):
-    """Return the mean cross entropy of all rows (symmetric: of all rows and columns). Row i has the target
-    i + offset."""
+def softmax_loss(call, both=False, weights=None):
+    """Return the mean cross entropy of all rows. The target of a row is the positive that its mask excludes.
+
+    With the mask "pair" (SimCLR's algorithm 1), the logit of a view with itself is −∞.
+    both     True: the mean cross entropy of all rows and of all columns (CLIP)
+    weights  (N,): return the sum of the rows' cross entropies with these weights; None: all are 1/N
+    """
     logits = logits_of(call)
-    targets = torch.arange(len(logits), device=logits.device) + call.mask.offset
+    n, m = logits.shape
+    if call.mask.exclude == "pair" and n == m:
+        exclude_diagonal(logits, 0)
+    elif call.mask.exclude == "pair":                          # m: views of all ranks
+        own = own_columns(call.mask, torch.arange(n, device=logits.device), n, m)
+        logits.detach().scatter_(1, own[:, None], -torch.inf)
+    targets = positive_columns(call.mask, n, m, logits.device)
+    if weights is not None:
+        return F.cross_entropy(logits, targets, reduction="none") @ weights
     loss = F.cross_entropy(logits, targets)
-    return (loss + F.cross_entropy(logits.T, targets)) / 2 if symmetric else loss
+    return (loss + F.cross_entropy(logits.T, targets)) / 2 if both else loss
 
 
 def queue_loss(call, queue):
     """Return MoCo's cross entropy (algorithm 1): column 0 is the positive, other columns are the queue."""
-    q, k, queue = (x.to(call.product_dtype) for x in (call.q, call.k, queue))
-    positive, negatives = (q * k).sum(1, keepdim=True), q @ queue.T
-    logits = torch.cat([x.to(call.temperature.dtype) for x in (positive, negatives)], 1) / call.temperature
+    q, k = (round_forward(x, call.product_dtype).to(call.temperature.dtype) for x in (call.q, call.k))
+    negatives = Product.apply(call.q, queue.T, call.product_dtype) if is_half(call) else q @ queue.T
+    logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], 1) / call.temperature
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 
 
 def sigmoid_loss(call, bias):
-    """Return 1/N Σ_i Σ_j −log σ(±logit_ij), with + for positives (j = i + offset), else −."""
+    """Return 1/N Σ_i Σ_j softplus(∓logit_ij), with − for positives (j = i + offset), else +."""
     logits = logits_of(call) + bias
-    sign = -torch.ones_like(logits)
-    sign.diagonal(call.mask.offset).fill_(1)
-    return -F.logsigmoid(sign * logits).sum() / len(logits)
+    sign = torch.ones_like(logits)
+    sign.diagonal(call.mask.offset).fill_(-1)
+    return F.softplus(sign * logits, threshold=40).sum() / len(logits)
 
 
-def nt_xent(call):
-    """Return the mean cross entropy in SimCLR's algorithm 1; a view's logit with itself is -inf."""
-    logits = logits_of(call)
-    n, m = logits.shape
-    first = torch.arange(n // 2, device=logits.device) + call.mask.offset
-    views = torch.stack([first, first + m // 2])
-    return F.cross_entropy(logits.scatter_(1, views.view(-1, 1), -torch.inf), views.flip(0).view(-1))
-
-
-def sup_con_loss(call, row_labels, column_labels):
+def sup_con_loss(call, views, labels, offset):
     """Return the mean loss of all rows: a row's loss is the mean −log softmax of its positives (0 if none).
 
     The positives of a row are the other rows with its label; the softmax is over all other rows.
+    views   number of views of a sample, which are consecutive rows of call.q and of call.keys
+    labels  (number of samples of all ranks,)
+    offset  index of this rank's first sample
     """
-    s, offset = logits_of(call), call.mask.offset
-    s.diagonal(offset).fill_(torch.finfo(s.dtype).min)
-    positive = row_labels[:, None] == column_labels
-    positive.diagonal(offset).fill_(False)
-    return -(s.log_softmax(1).where(positive, 0).sum(1) / positive.sum(1).clamp(min=1)).mean()
+    s, first = logits_of(call), offset * views
+    columns = labels.repeat_interleave(views)
+    positive = columns[first:first + len(s), None] == columns
+    positive.diagonal(first).fill_(False)
+    s.detach().diagonal(first).fill_(torch.finfo(s.dtype).min)             # −∞ would give 0 · ∞ = NaN
+    return F.cross_entropy(s, positive.to(s.dtype) / positive.sum(1, keepdim=True).clamp(min=1))
 
 
-def linear_cross_entropy(call, targets):
-    """Return the mean cross entropy of hidden·weightᵀ/τ over rows with target ≠ −100; 0 if there are none."""
-    total = F.cross_entropy(logits_of(call), targets, ignore_index=-100, reduction="sum")
-    return total / (targets != -100).sum().clamp(min=1)
+def round_forward(x, dtype):
+    """Return x rounded to a half type, in the dtype of x; its gradient is not rounded."""
+    return x if x.dtype == dtype else x + (x.to(dtype).to(x.dtype) - x).detach()

@@ -1,29 +1,42 @@
-"""The fused operations as torch.autograd.Functions, which call blockwise.py or gpu/.
+"""The operations of blockwise.py and gpu/ as autograd Functions. `call` has the checked arguments (call.py).
 
-`call` holds the checked arguments (call.py). There are two kinds of Function:
+call.compute is the module blockwise or gpu. Both have the same functions of a Call. There are two Functions:
 
-    GradientInForward           computes the gradients together with the loss; backward only multiplies the
-                                gradients by the upstream gradient
-    LogSumExp, SoftmaxLoss      store two numbers per row, more precise than the log-sum-exp alone: LogSumExp
-                                the maximum and the sum of exponentials, SoftmaxLoss the maximum and g / sum,
-                                besides g = dloss/dlse. Backward computes each logit again
+    GradientInForward   computes the gradients together with the loss; backward only multiplies the gradients
+                        by the upstream gradient
+    TwoPasses           stores a few numbers per row, more precise than the log-sum-exp alone; backward
+                        computes each logit again
 
 Second derivatives (create_graph=True), forward mode and torch.func are not supported and raise RuntimeError.
+torch.compile does not trace this file.
 """
 import functools
 
 import torch
+import torch.nn.functional as F
 
-from . import blockwise
 from .checks import refuse_second_derivative
-from .heuristics import fuses_backward, has_queue_kernel
+from .eager import cast, round_forward
 from .masks import Mask
+
+
+def without_compile(function):
+    """Decorate a function so that torch.compile does not trace it (graph break)."""
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def run(*arguments, **named):
+        return (disabled if torch.compiler.is_compiling() else function)(*arguments, **named)
+    return run
 
 
 def outside_autocast(function):
     """Decorate forward(ctx, x, ...) or backward(ctx, x, ...) to run on x's device, with autocast off."""
     @functools.wraps(function)
     def run(ctx, x, *rest):
+        is_elsewhere = x.is_cuda and x.get_device() != torch.cuda.current_device()
+        if not is_elsewhere and not torch.is_autocast_enabled(x.device.type):
+            return function(ctx, x, *rest)
         with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
             return function(ctx, x, *rest)
     return run
@@ -38,78 +51,32 @@ def first_order(backward):
     return outside_autocast(run)
 
 
-def save(ctx, call, *others):
-    """Save the call and other tensors for backward; changing one of them in place then raises an error."""
-    mask = call.mask
-    ctx.vectors = [name for name in Mask._fields if isinstance(getattr(mask, name), torch.Tensor)]
-    vectors = [getattr(mask, name) for name in ctx.vectors]
-    ctx.save_for_backward(call.q, call.k, call.temperature, *vectors, *others)
-    mask = mask._replace(**dict.fromkeys(ctx.vectors))
-    ctx.call = call._replace(q=None, k=None, temperature=None, mask=mask)
+class TwoPasses(torch.autograd.Function):
+    """A result whose backward pass computes the logits again.
 
-
-def restore(ctx):
-    """Return (the call, the other tensors) that save() has saved."""
-    q, k, temperature, *tensors = ctx.saved_tensors
-    count = len(ctx.vectors)
-    mask = ctx.call.mask._replace(**dict(zip(ctx.vectors, tensors[:count])))
-    return ctx.call._replace(q=q, k=k, temperature=temperature, mask=mask), tensors[count:]
-
-
-def only_needed(ctx, gradients, inputs):
-    """Return the gradients that autograd needs, each in its input's dtype, and None for the others."""
-    needed = zip(ctx.needs_input_grad, gradients, inputs)
-    return [gradient.to(x.dtype) if is_needed else None for is_needed, gradient, x in needed]
-
-
-# ── the log-sum-exp of each row ────────────────────────────────────────────────────────────────────────────
-
-
-def similarity_lse(call):
-    """Return the log-sum-exp of each row (N,)."""
-    return LogSumExp.apply(call.q, call.k, call.temperature, call)
-
-
-class LogSumExp(torch.autograd.Function):
-    """The log-sum-exp of each row; backward computes the logits again."""
+    q, k, temperature  inputs, passed only to register them with autograd; call has these tensors
+    forward            function (call) → (result, tensors for backward...)
+    backward           function (call, upstream gradient, tensors..., needs) → gradients of q, k, temperature
+    """
 
     @staticmethod
     @outside_autocast
-    def forward(ctx, q, k, temperature, call):
-        if call.impl == "blockwise":
-            lse, stats = blockwise.similarity_lse(*call.operands, temperature, call.mask)
-            save(ctx, call, stats)
-            return lse
-        from .gpu import lse_forward
-        found = lse_forward.forward(*call.operands, temperature, call.mask)
-        save(ctx, call, found.stats, found.common_m)
-        return found.lse
+    def forward(ctx, q, k, temperature, call, forward, backward):
+        result, *tensors = forward(call)
+        # autograd raises an error if one of these tensors is changed in place before backward
+        vectors = [x for x in call.mask if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(q, k, temperature, *tensors, *vectors)
+        ctx.call, ctx.differentiate, ctx.count = call._replace(q=None, k=None), backward, 3 + len(tensors)
+        return result
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        call, (stats, *common_m) = restore(ctx)
-        needs = ctx.needs_input_grad[:3]
-        operands = *call.operands, call.temperature, call.mask
-        if call.impl == "blockwise":
-            gradients = blockwise.similarity_lse_backward(*operands, grad, stats, *needs)
-        else:
-            from .gpu import gradient, shift
-            largest = largest_finite(grad)      # divide by it: the kernels expect |dloss/dlse| ≤ 1
-            rows = shift.make_side(stats, (grad / largest).contiguous())
-            columns = rows if call.k is None else None
-            gradients = gradient.gradients(*operands, rows, columns, *common_m, largest, 1.0, *needs,
-                                           call.q.dtype)
-        return *only_needed(ctx, gradients, call[:3]), None
-
-
-def largest_finite(grad):
-    """Return the largest finite |grad|, but never 0: NaN and ∞ must not change the scale of other rows."""
-    finite = grad.nan_to_num(0, 0, 0)
-    return torch.linalg.vector_norm(finite, torch.inf).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-# ── losses ─────────────────────────────────────────────────────────────────────────────────────────────────
+        q, k, temperature, *tensors = ctx.saved_tensors[:ctx.count]
+        call, needs = ctx.call._replace(q=q, k=k), ctx.needs_input_grad[:3]
+        gradients = ctx.differentiate(call, grad, *tensors, needs)
+        return *(gradient.to(x.dtype) if needed else None
+                 for needed, gradient, x in zip(needs, gradients, (q, k, temperature))), None, None, None
 
 
 class GradientInForward(torch.autograd.Function):
@@ -122,12 +89,9 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     @outside_autocast
-    def forward(ctx, q, k, temperature, bias, impl, compute):
+    def forward(ctx, q, k, temperature, bias, compute):
         loss, *gradients = compute()
-        ctx.scale, ctx.dtypes = scaled_copies, [x.dtype for x in (q, k) if x is not None]
-        if impl == "triton":
-            from .gpu.launch import scaled_copies as scale
-            ctx.scale = scale
+        ctx.dtypes = [None if x is None else x.dtype for x in (q, k)]
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -136,18 +100,34 @@ class GradientInForward(torch.autograd.Function):
     def backward(ctx, grad):
         needs = ctx.needs_input_grad
         dq, dk, dt, *db = ctx.saved_tensors                        # only sigmoid_loss has db
-        rows = [(x, dtype) for x, dtype, needed in zip((dq, dk), ctx.dtypes, needs) if needed]
-        copies = iter(ctx.scale(rows, grad))
-        dq, dk = (next(copies) if needed else None for needed in needs[:2])
-        return dq, dk, dt * grad if needs[2] else None, db[0] * grad if needs[3] else None, None, None
+        dq, dk = (scaled(x, grad, dtype) if needed else None
+                  for x, dtype, needed in zip((dq, dk), ctx.dtypes, needs))
+        return dq, dk, dt * grad if needs[2] else None, db[0] * grad if needs[3] else None, None
 
 
-def scaled_copies(rows, factor):
-    """Return factor · x in dtype for each (x, dtype), without an intermediate copy in the dtype of x."""
-    return [x * factor if x.dtype == dtype else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
-            for x, dtype in rows]
+def scaled(x, factor, dtype):
+    """Return factor · x in the given dtype, without an intermediate copy in the dtype of x."""
+    return x * factor if x.dtype == dtype else torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
+# ── the operations ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@without_compile
+def similarity_lse(call):
+    """Return the log-sum-exp of each row (N,)."""
+    compute = call.compute
+    return TwoPasses.apply(*call[:3], call, compute.similarity_lse, compute.similarity_lse_backward)
+
+
+@without_compile
+def similarity_topk(call, n):
+    """Return (products (N, n), their columns (N, n)), largest first; see call.similarity_topk."""
+    with torch.cuda.device_of(call.q), torch.autocast(call.q.device.type, enabled=False):
+        return call.compute.similarity_topk(call, n)
+
+
+@without_compile
 def softmax_loss(call, both=False, weights=None):
     """Return the cross entropy Σ_i w_i softplus(lse_i − q_i·k_p/τ), where p is the positive of row i.
 
@@ -158,82 +138,94 @@ def softmax_loss(call, both=False, weights=None):
              (one per column j, dim=0), as in CLIP
     weights  w (N,), weights of the rows in [0, 1]; None: all are 1/N
     """
-    inputs, needs = call[:3], call.needs
-    if call.impl == "triton" and not fuses_backward(call, both, needs):
-        return SoftmaxLoss.apply(*inputs, call, both, weights)
-
-    def compute():
-        operands = *call.operands, call.temperature, call.mask, weights
-        if call.impl == "blockwise":
-            return blockwise.softmax_loss(*operands, both, *needs)
-        from .gpu import fused_forward_backward
-        return fused_forward_backward.softmax_loss(*operands, *needs, call.q.dtype)
-    return GradientInForward.apply(*inputs, None, call.impl, compute)
+    compute, needs = call.compute, call.needs
+    if compute.fuses_backward(call, both, needs):
+        loss = functools.partial(compute.softmax_loss, call, both, weights, needs)
+        return GradientInForward.apply(*call[:3], None, loss)
+    forward = functools.partial(compute.softmax_loss_forward, both=both, weights=weights)
+    backward = functools.partial(compute.softmax_loss_backward, weighted=weights is not None)
+    return TwoPasses.apply(*call[:3], call, forward, backward)
 
 
-class SoftmaxLoss(torch.autograd.Function):
-    """softmax_loss in Triton; backward computes the logits again."""
+@without_compile
+def queue_loss(call, queue):
+    """Return the mean of softplus(lse_i − q_i·k_i/τ); lse_i sums over the queue, which gets no gradient."""
+    loss = functools.partial(call.compute.queue_loss, call, queue.to(call.product_dtype), call.needs)
+    return GradientInForward.apply(*call[:3], None, loss)
+
+
+@without_compile
+def sigmoid_loss(call, bias):
+    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives (excluded by the mask), else +."""
+    needs = *call.needs, torch.is_grad_enabled() and bias.requires_grad
+    loss = functools.partial(call.compute.sigmoid_loss, call, bias, needs)
+    return GradientInForward.apply(*call[:3], bias, loss)
+
+
+@without_compile
+def sup_con_loss(call, views, labels, offset):
+    """Return the value of eager.sup_con_loss, without storing a matrix of all pairs of views.
+
+    A view with one positive p has the loss softplus(lse − s_p), as in other losses: lse sums over negatives
+    only. A view with several positives has the loss lse − (mean of s_p): lse sums over all other views.
+    """
+    q, k = (None if x is None else rounded_float32(x, call) for x in call[:2])
+    call, own = call._replace(q=q, k=k), slice(offset, offset + len(q) // views)
+    # number a label by its first position in the sorted labels; torch.unique would synchronise with the GPU
+    ordered, order = labels.sort(stable=True)
+    number = torch.searchsorted(ordered, labels, out_int32=True)
+    count = torch.searchsorted(ordered, labels, right=True, out_int32=True) - number
+    # a view leaves out the views with its own id: itself and, if it has one positive, this positive
+    unique = torch.arange(-1, -1 - len(labels) * views, -1, dtype=torch.int32, device=labels.device)
+    ids = torch.where((count * views == 2)[:, None], number[:, None], unique.view(-1, views))
+    column_ids = ids.flatten()
+    mask = Mask("none", column_ids if k is None else ids[own].flatten(), column_ids)
+    lengths = torch.zeros_like(order).scatter_(0, number.long(), count.long())
+
+    def label_sums(x):
+        """Return for each sample the sum of the rows of x (M, D) that belong to samples with its label."""
+        return torch.segment_reduce(x[order], "sum", lengths=lengths, unsafe=True)[number]
+
+    rows, positives = q.unflatten(0, (-1, views)), (count * views - 1)[own, None]
+    keys = rows if k is None else k.unflatten(0, (-1, views))
+    near = PositiveProducts.apply(rows, keys, own, label_sums) / (positives.clamp(min=1) * call.temperature)
+    gap = similarity_lse(call._replace(mask=mask)).view_as(near) - near
+    loss = torch.where(positives == 1, F.softplus(gap, threshold=40), gap)
+    return loss.masked_fill(positives == 0, 0).mean()
+
+
+def rounded_float32(x, call):
+    """Return x rounded to the dtype of products, in the dtype of sums; gradients are not rounded, because
+    those of lse and of s_p nearly cancel."""
+    if x.dtype == call.product_dtype:
+        return cast(x, call.temperature.dtype)
+    return round_forward(cast(x, call.temperature.dtype), call.product_dtype)
+
+
+class PositiveProducts(torch.autograd.Function):
+    """For each view, its dot product with the sum of its positives, which are the other views with its label.
+
+    rows        (N, V, D) this rank's views
+    keys        (M, V, D) the views of all ranks; keys[own] are this rank's
+    label_sums  function from x (M, D) to the sums of its rows over all samples with the same label, (M, D)
+    """
 
     @staticmethod
-    @outside_autocast
-    def forward(ctx, q, k, temperature, call, both, weights):
-        from .gpu import lse_forward
-        found = lse_forward.forward(*call.operands, temperature, call.mask, both, True, weights)
-        save(ctx, call, found.sides, found.common_m)
-        ctx.unit = 1 / len(q) if weights is None else 1.0
-        return found.loss
+    def forward(ctx, rows, keys, own, label_sums):
+        others = label_sums(keys.sum(1))[own, None] - keys[own]
+        ctx.save_for_backward(rows, others)
+        ctx.own, ctx.label_sums, ctx.samples = own, label_sums, len(keys)
+        return (rows * others).sum(2)
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        from .gpu import gradient
-        call, (sides, common_m) = restore(ctx)
-        rows = columns = sides[0]
-        if call.k is not None:
-            columns = sides[1] if len(sides) == 2 else None
-        needs = ctx.needs_input_grad[:3]
-        gradients = gradient.gradients(*call.operands, call.temperature, call.mask, rows, columns, common_m,
-                                       grad, ctx.unit / len(sides), *needs, call.q.dtype, True)
-        return *only_needed(ctx, gradients, call[:3]), None, None, None
-
-
-def queue_loss(call, queue):
-    """Return the mean of softplus(lse_i − q_i·k_i/τ); lse_i sums over the queue, which gets no gradient."""
-    needs = call.needs
-
-    def compute():
-        (q, k), negatives = call.operands, queue.to(call.product_dtype)
-        if call.impl == "triton" and has_queue_kernel(q.element_size(), q.shape[1]):
-            from .gpu.queue_loss import queue_loss as compute_loss
-            loss, dq, dk = compute_loss(q, k, negatives, call.temperature, call.mask)
-        else:
-            loss, dq, dk = blockwise.queue_loss(q, k, negatives, call.temperature, call.mask, any(needs))
-        dt = blockwise.gradient_of_temperature(q.to(loss.dtype), dq, call.temperature, needs[2])
-        return loss, dq, dk, dt
-    return GradientInForward.apply(*call[:3], None, call.impl, compute)
-
-
-def sigmoid_loss(call, bias):
-    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives (excluded by the mask), else +."""
-    needs = *call.needs, torch.is_grad_enabled() and bias.requires_grad
-
-    def compute():
-        arguments = *call.operands, call.temperature, bias, call.mask, *needs
-        if call.impl == "blockwise":
-            return blockwise.sigmoid_loss(*arguments)
-        from .gpu import sigmoid
-        return sigmoid.sigmoid_loss(*arguments, call.q.dtype)
-    return GradientInForward.apply(*call[:3], bias, call.impl, compute)
-
-
-# ── the nearest columns ────────────────────────────────────────────────────────────────────────────────────
-
-
-def similarity_topk(call, n):
-    """Return (products (N, n), their columns (N, n)), largest first; see call.similarity_topk."""
-    compute = blockwise.similarity_topk
-    if call.impl == "triton":
-        from .gpu.topk import similarity_topk as compute
-    q, k = call.operands
-    with torch.cuda.device_of(q), torch.autocast(q.device.type, enabled=False):
-        return compute(q, q if k is None else k, call.temperature, n, call.mask)
+        rows, others = ctx.saved_tensors
+        weighted = rows * grad[:, :, None]
+        of_samples = weighted.sum(1)
+        if len(of_samples) < ctx.samples:
+            of_samples = weighted.new_zeros(ctx.samples, rows.shape[2])
+            of_samples[ctx.own] = weighted.sum(1)
+        dk = ctx.label_sums(of_samples)[:, None].repeat(1, rows.shape[1], 1)
+        dk[ctx.own] -= weighted
+        return others * grad[:, :, None], dk, None, None

@@ -10,15 +10,12 @@ value, and if the loss is small, a more accurate gradient.
 import torch
 import torch.nn.functional as F
 
-from . import checks, eager, fused
-from .blockwise import add_rows
+from . import checks
 from .call import as_scalar, prepare, unit_rows
 from .gather import cat_rows
 from .masks import Mask
-from .replay import replayed
 
 
-@replayed
 def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0, normalize=False,
              impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
@@ -48,20 +45,18 @@ def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize
         check_no_offset(offset)
     elif symmetric:
         all_q, all_k = checks.check_pair("gathered", gathered, f"({names[0]}, {names[1]}) of all ranks")
-        checks.check_order((q, k), gathered, names)
         sides = [(q, all_k, (names[0], f"gathered: {names[1]}")),
                  (k, all_q, (names[1], f"gathered: {names[0]}"))]
     losses = []
     for x, y, side_names in sides:
-        call = prepare(x, y, temperature, exclude="diagonal", offset=offset, positives=True, names=side_names,
+        call = prepare(x, y, temperature, Mask("diagonal", offset=offset), positives=True, names=side_names,
                        normalize=normalize, impl=impl)
         if symmetric and len(q) != len(k):
             raise ValueError(f"{names[1]}: {len(k)} rows, expected {len(q)} like {names[0]}")
-        losses.append(eager.info_nce(call, both) if call.impl == "eager" else fused.softmax_loss(call, both))
+        losses.append(call.ops.softmax_loss(call, both))
     return sum(losses) / len(losses) if len(losses) > 1 else losses[0]
 
 
-@replayed
 def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normalize=False, impl="auto"):
     """Return the mean of two info_nce losses: each image against all texts, and each text against all images.
 
@@ -77,7 +72,6 @@ def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normali
     return mean_cross_entropy(image, text, temperature, True, gathered, offset, normalize, impl, names)
 
 
-@replayed
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ).
 
@@ -91,15 +85,14 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     source       He et al. 2020 (MoCo), eq. 1
     """
     checks.check_inputs(q, queue, ("q", "queue"))
-    call = prepare(q, k, temperature, positives=True, normalize=normalize, impl=impl)
+    call = prepare(q, k, temperature, Mask(), positives=True, normalize=normalize, impl=impl,
+                   columns=len(queue))
     if len(q) != len(k):
         raise ValueError(f"k: {len(k)} rows, expected {len(q)} like q")
     queue = queue.detach().resolve_neg()
-    queue = unit_rows(queue) if normalize else queue
-    return eager.queue_loss(call, queue) if call.impl == "eager" else fused.queue_loss(call, queue)
+    return call.ops.queue_loss(call, unit_rows(queue) if normalize else queue)
 
 
-@replayed
 def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False, impl="auto"):
     """Return 1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), with y_ij = 1 if j = i + offset, else −1.
 
@@ -113,14 +106,12 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     returns      scalar, float32 (float64 for float64 rows)
     source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
     """
-    call = prepare(q, k, temperature, exclude="diagonal", offset=offset, positives=True, normalize=normalize,
+    call = prepare(q, k, temperature, Mask("diagonal", offset=offset), positives=True, normalize=normalize,
                    impl=impl)
     checks.check_number("bias", bias, device=call.q.device)
-    bias = as_scalar(bias, call.temperature.dtype)
-    return eager.sigmoid_loss(call, bias) if call.impl == "eager" else fused.sigmoid_loss(call, bias)
+    return call.ops.sigmoid_loss(call, as_scalar(bias, call.temperature.dtype))
 
 
-@replayed
 def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False, impl="auto"):
     """Return the mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ).
 
@@ -143,14 +134,13 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
     else:
         all_z1, all_z2 = checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
         for name, own, rows in ("z1", z1, all_z1), ("z2", z2, all_z2):
-            checks.check_inputs(own, rows, (name, f"gathered: {name}"), offset=offset, positives=True)
-        checks.check_order((z1, z2), gathered, ("z1", "z2"))
+            checks.check_inputs(own, rows, (name, f"gathered: {name}"), offset=offset)
         if len(all_z1) != len(all_z2):
             raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
         keys = cat_rows([all_z1, all_z2])
-    views, mask = cat_rows([z1, z2]), Mask("pair", offset=offset)
-    call = prepare(views, keys, temperature, mask=mask, normalize=normalize, impl=impl)
-    return eager.nt_xent(call) if call.impl == "eager" else fused.softmax_loss(call)
+    call = prepare(cat_rows([z1, z2]), keys, temperature, Mask("pair", offset=offset), normalize=normalize,
+                   impl=impl)
+    return call.ops.softmax_loss(call)
 
 
 def check_no_offset(offset):
@@ -160,7 +150,6 @@ def check_no_offset(offset):
         raise ValueError(f"offset: {checks.describe(offset)}, expected 0 if gathered is None")
 
 
-@replayed
 def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gathered=None, offset=0,
                  normalize=False, impl="auto"):
     """Return the mean over views of −τ/(τ_base |P(i)|) Σ_{p∈P(i)} [ z_i·z_p/τ − log Σ_{j≠i} exp(z_i·z_j/τ) ].
@@ -186,48 +175,35 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     else:
         all_z, all_labels = checks.check_pair("gathered", gathered, "(z, labels) of all ranks")
     check_labels(z, labels, all_z, all_labels, offset)
-    if labels is None and z.shape[1] == 1:
-        raise ValueError("labels: found None, expected labels, as z has only 1 view per sample")
     if base_temperature is not None:
-        checks.check_temperature(base_temperature, z.device, "base_temperature")
-    options = dict(normalize=normalize, impl=impl)
-    if labels is None and z.shape[1] == 2:                     # equals nt_xent, which rounds less
-        gathered = None if gathered is None else (all_z[:, 0], all_z[:, 1])
-        loss = nt_xent(z[:, 0], z[:, 1], temperature, gathered=gathered, offset=offset, **options)
+        checks.check_number("base_temperature", base_temperature, checks.SMALLEST, device=z.device)
+    views, by_pair = z.shape[1], labels is None and z.shape[1] == 2
+    if by_pair:                                            # nt_xent: first views, then second views
+        mask, rows, keys = Mask("pair", offset=offset), z.transpose(0, 1), all_z.transpose(0, 1)
     else:
-        all_z = None if gathered is None else all_z
-        loss = loss_of_labels(z, all_z, all_labels, temperature, offset, options)
+        mask, rows, keys = Mask("diagonal", offset=offset * views), z, all_z
+    keys = None if gathered is None else keys.flatten(0, 1)
+    call = prepare(rows.flatten(0, 1), keys, temperature, mask, names=("z", "gathered: z"),
+                   normalize=normalize, impl=impl)
+    if by_pair:
+        loss = call.ops.softmax_loss(call)
+    else:
+        if labels is None:                                 # each sample has its own label
+            all_labels = torch.arange(len(all_z), device=z.device)
+        loss = call.ops.sup_con_loss(call, views, all_labels, offset)
     if base_temperature is None or base_temperature is temperature:
         return loss
-    return loss * as_scalar(temperature, loss.dtype) / as_scalar(base_temperature, loss.dtype)
-
-
-def loss_of_labels(z, all_z, labels, temperature, offset, options):
-    """Return sup_con_loss without the factor τ/τ_base.
-
-    all_z    (M, V, D) views of all ranks; None: all views are in z
-    labels   (M,) labels of the samples of all ranks; None: each sample has its own label
-    options  dict with normalize and impl
-    """
-    n, views, _ = z.shape
-    keys = None if all_z is None else all_z.flatten(0, 1)
-    call = prepare(z.flatten(0, 1), keys, temperature, mask=Mask("diagonal", offset=offset * views),
-                   names=("z", "gathered: z"), **options)
-    if labels is None:
-        labels = torch.arange(len(call.keys) // views, device=z.device)
-    if call.impl != "eager":     # cast half types to float32: the gradients of near and lse nearly cancel
-        q, k = (x if x is None else x.to(call.temperature.dtype) for x in call[:2])
-        return fused_loss_of_labels(call._replace(q=q, k=k), views, labels, offset)
-    column_labels = labels.repeat_interleave(views)
-    return eager.sup_con_loss(call, column_labels[offset * views:][:n * views], column_labels)
+    return loss * call.temperature / as_scalar(base_temperature, loss.dtype)
 
 
 def check_labels(z, labels, all_z, all_labels, offset):
-    """Raise ValueError if this rank's rows and labels do not fit those of all ranks."""
+    """Raise ValueError if a view has no positive, or this rank's rows and labels do not fit all ranks'."""
     checks.check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
         "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
     if (labels is None) != (all_labels is None):
         raise ValueError("gathered: expected (z, labels) if labels are given, (z, None) if labels is None")
+    if labels is None and z.shape[1] == 1:
+        raise ValueError("labels: found None, expected labels, as z has only 1 view per sample")
     if labels is None or labels is all_labels or not labels.is_cpu:
         return
     if not torch.equal(labels.long(), all_labels[offset:offset + len(labels)].long()):
@@ -235,43 +211,6 @@ def check_labels(z, labels, all_z, all_labels, offset):
                          "to be this rank's part of the gathered labels, and offset to be its first row")
 
 
-def fused_loss_of_labels(call, views, labels, offset):
-    """Return the value of loss_of_labels, without storing a matrix of all pairs of views.
-
-    A view with one positive p has the loss softplus(lse − s_p), as in other losses: lse sums over negatives
-    only. A view with several positives has the loss lse − (mean of s_p): lse sums over all other views.
-
-    call    has q (N·V, D), views of this rank, and k (M·V, D), views of all ranks (None: the keys are q)
-    labels  (M,) labels of the samples of all ranks
-    """
-    own = slice(offset, offset + len(call.q) // views)
-    # number a label by its first position in the sorted labels; torch.unique would synchronise with the GPU
-    ordered = labels.sort().values
-    number = torch.searchsorted(ordered, labels)
-    positives = (torch.searchsorted(ordered, labels, right=True) - number)[:, None] * views - 1
-    has_one = positives == 1
-    # a view leaves out the views with its own id: itself and, if it has one positive, this positive
-    unique = len(labels) + torch.arange(len(labels) * views, device=labels.device).view(-1, views)
-    ids = torch.where(has_one, number[:, None], unique).int()
-    row_ids, ids = ids[own].flatten(), ids.flatten()
-    mask = Mask("none", ids if call.k is None else row_ids, ids)
-    rows, keys = (round_forward(x, call.product_dtype).unflatten(0, (-1, views)) for x in (call.q, call.keys))
-    sums = keys.new_zeros(len(labels), keys.shape[2])
-    add_rows(sums, number, keys.sum(1))
-    # sum of a view's positives; F.embedding has a deterministic backward pass, indexing has none
-    others = F.embedding(number[own], sums)[:, None] - keys[own]
-    near = (rows * others).sum(2) / positives[own].clamp(min=1) / call.temperature
-    gap = fused.similarity_lse(call._replace(mask=mask)).view_as(near) - near
-    loss = torch.where(has_one[own], -F.logsigmoid(-gap), gap)
-    return loss.masked_fill(positives[own] == 0, 0).mean()
-
-
-def round_forward(x, dtype):
-    """Return x rounded to a half type, in the dtype of x; its gradient is not rounded."""
-    return x if x.dtype == dtype else x + (x.to(dtype).to(x.dtype) - x).detach()
-
-
-@replayed
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
     """Return the mean cross entropy of the logits hidden·weightᵀ/τ; only impl="eager" stores the logits.
 
@@ -295,16 +234,11 @@ def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperat
     inside, weights = row_weights(targets, len(weight), ignored, ignore_index)
     if weights is not None:                            # NaN in an ignored row must not reach a gradient
         hidden = hidden.masked_fill(ignored[:, None], 0)
-    call = prepare(hidden, weight, temperature, mask=Mask("target", inside), names=("hidden", "weight"),
-                   impl=impl)
-    weights = None if weights is None else weights.to(call.temperature.dtype)
-    if call.impl != "eager":
-        loss = fused.softmax_loss(call, weights=weights)
-        return loss if weights is None else loss / weights.sum().clamp(min=1)
+    call = prepare(hidden, weight, temperature, Mask("target", inside), names=("hidden", "weight"), impl=impl)
     if weights is None:
-        return eager.linear_cross_entropy(call, inside)
-    loss = eager.linear_cross_entropy(call, inside.where(weights == 1, -100))
-    return loss * (1 + 0 * weights.sum())                      # NaN if a target is outside [0, V)
+        return call.ops.softmax_loss(call)
+    weights = weights.to(call.temperature.dtype)
+    return call.ops.softmax_loss(call, weights=weights) / weights.sum().clamp(min=1)
 
 
 def row_weights(targets, classes, ignored, ignore_index):
@@ -313,12 +247,12 @@ def row_weights(targets, classes, ignored, ignore_index):
     The weight of an ignored row is 0. Any other target outside [0, classes) raises ValueError on the CPU, and
     gets the weight NaN on a GPU.
     """
-    inside = targets.clamp(0, classes - 1)
-    if targets.is_cpu and not 0 <= ignore_index < classes and torch.equal(inside, targets):
+    inside, is_readable = targets.clamp(0, classes - 1), targets.is_cpu and not torch.compiler.is_compiling()
+    if is_readable and not 0 <= ignore_index < classes and torch.equal(inside, targets):
         return inside, None
     is_inside = inside == targets
     weights = (is_inside / is_inside).masked_fill(ignored, 0)      # 0 / 0 is NaN
-    if targets.is_cpu and weights.isnan().any():
+    if is_readable and weights.isnan().any():
         row = weights.isnan().nonzero()[0].item()
         expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"
         raise ValueError(f"targets: row {row} is {targets[row]}, expected {expected}")

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .heuristics import FEW_ROWS
 
 
 class Mask(NamedTuple):
@@ -38,27 +37,27 @@ class Mask(NamedTuple):
         vectors = self.row_ids, self.column_ids, self.row_groups, self.row_features
         return any(part is not None for part in vectors)
 
+    @property
+    def is_symmetric(self):
+        """Whether the mask is surely symmetric: no offset, targets, groups or features, and ids, if any, that
+        are the same tensor for rows and columns."""
+        others = self._replace(row_ids=None, column_ids=None)
+        return self.offset == 0 and self.row_ids is self.column_ids and not others.has_vectors
+
 
 def positive_columns(mask, n, m, device):
     """Return (n,): the column of each row's positive, for exclude = "diagonal", "pair" or "target"."""
     if mask.exclude == "target":
         return mask.row_ids
-    rows = torch.arange(n, device=device)
-    if mask.exclude == "pair":
-        return own_columns(mask, rows.roll(n // 2), n, m)          # column of the other view
-    return rows + mask.offset
+    if mask.exclude != "pair":
+        return torch.arange(mask.offset, mask.offset + n, device=device)
+    other_views = torch.arange(n, device=device).roll(n // 2)
+    return other_views if n == m else own_columns(mask, other_views, n, m)
 
 
 def own_columns(mask, rows, n, m):
     """Return, for each row index in `rows`, the column that holds the same view (exclude is "pair")."""
     return rows % (n // 2) + mask.offset + (rows >= n // 2) * (m // 2)
-
-
-def is_symmetric(mask):
-    """Return whether the mask is surely symmetric: no offset, targets, groups or features, and ids, if any,
-    that are the same tensor for rows and columns."""
-    others = mask._replace(row_ids=None, column_ids=None)
-    return mask.offset == 0 and mask.row_ids is mask.column_ids and not others.has_vectors
 
 
 def transposed(mask):
@@ -118,23 +117,6 @@ def check_similar(similar, n, m):
     checks.check_number("similar: phi", phi, -math.inf, math.inf)
     # resolve_neg() copies lazily negated views such as x.conj().imag, because Triton reads raw memory
     return f_q.detach().resolve_neg(), f_k.detach().resolve_neg(), float(phi)
-
-
-def column_ranges(mask, size):
-    """Return (blocks, 2) int32: (first, last + 1) column in the groups of each block of `size` rows.
-
-    Return None for a mask without groups, or for at most FEW_ROWS rows and columns. If column groups are not
-    sorted, each range covers all columns. The host reads no value from the GPU, so nothing synchronises.
-    """
-    rows, columns = mask.row_groups, mask.column_groups
-    if rows is None or max(rows.shape[0], columns.shape[0]) <= FEW_ROWS:
-        return None
-    rows, columns = rows.long(), columns.long()
-    rows = torch.cat([rows, rows[-1:].expand(-rows.shape[0] % size)]).view(-1, size)
-    first = torch.searchsorted(columns, rows.amin(1))
-    last = torch.searchsorted(columns, rows.amax(1), right=True)
-    is_sorted = (columns[1:] >= columns[:-1]).all()
-    return torch.stack([first * is_sorted, torch.where(is_sorted, last, columns.shape[0])], 1).int()
 
 
 def excluded(mask, rows, n, m, at=slice(None)):

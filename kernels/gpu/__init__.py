@@ -1,12 +1,14 @@
 """The Triton kernels and the Python code that launches them, with one file for each step or loss.
 
     tiles.py                    device functions that several kernels call
-    launch.py                   code on the host (CPU) for all kernels: tile sizes, aligned copies, arguments
+    heuristics.py               which kernels and blocks serve which shapes and dtypes
+    launch.py                   code on the host (CPU) for all kernels: tile sizes, aligned copies, launches
+    products.py                 products of weights with k and q, and gradients from their sums
     shift.py                    one number that replaces the maxima of all rows and columns in a softmax
     lse_forward.py              forward pass of softmax losses: log-sum-exp of rows and columns, and the loss
     gradient.py                 backward pass of softmax losses, by gradient_small_d.py or gradient_large_d.py
     fused_forward_backward.py   loss and gradient in one pass, for losses with a row softmax only
-    queue_loss.py               the queue loss and its gradient in one pass
+    queue.py                    the queue loss and its gradient in one pass
     sigmoid.py                  the sigmoid loss and its gradient in one pass
     topk.py                     the n largest dot products of each row
 
@@ -41,6 +43,17 @@ Letters and words that mean the same in all files:
     config           dict of the constexpr parameters and launch options of a kernel: BLOCK_N, num_warps, ...
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
-The package imports this folder only for impl="triton". This folder imports three modules of `kernels` that do
-not need Triton: heuristics.py chooses kernels, masks.py defines excluded columns, replay.py records launches.
+The package imports this folder only for impl="triton". fused.py calls the functions below with a Call; these
+are the functions that blockwise.py has, too. gpu/ imports two modules of `kernels` that do not need Triton:
+masks.py defines excluded columns, and blockwise.py serves shapes for which there is no kernel.
 """
+from .fused_forward_backward import softmax_loss
+from .gradient import similarity_lse_backward, softmax_loss_backward
+from .heuristics import fuses_backward
+from .lse_forward import similarity_lse, softmax_loss_forward
+from .queue import queue_loss
+from .sigmoid import sigmoid_loss
+from .topk import similarity_topk
+
+__all__ = ["fuses_backward", "queue_loss", "sigmoid_loss", "similarity_lse", "similarity_lse_backward",
+           "similarity_topk", "softmax_loss", "softmax_loss_backward", "softmax_loss_forward"]

@@ -25,15 +25,14 @@ read twice: 6 N·M bytes in half types. Strips add to dk in a fixed order: the s
 """
 import torch
 import triton.language as tl
-from triton import cdiv
 
-from ..heuristics import gradient_dtype, round_up, strip_height
-from .gradient_large_d import add_product, finish_gradients, gradient_sums
+from .heuristics import cdiv, gradient_dtype, round_up, strip_height
 from .launch import (
-    GradientScaling, aligned_operands, capability, check_device, kernel_args, persistent_grid,
-    temperature_only_mask, tile_config)
+    aligned, capability, check_device, kernel_args, launch, persistent_grid, temperature_of, tile_config)
 from .lse_forward import merge_stats, sums_kernel
-from .shift import SoftmaxSide, as_side, new_sides, shift_of_norms
+from .products import (
+    GradientScaling, add_product, finish_gradients, gradient_of_temperature, gradient_sums, without_padding)
+from .shift import Sides, SoftmaxSide, as_side, new_sides, shift_of_norms
 from .tiles import cast_for_matmul, kernel
 
 MIN_WIDE_D = 2048                         # from this D on, tiles of half types have 256 columns on an H100
@@ -80,64 +79,62 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
              mask=inside)
 
 
-def softmax_loss(q, k, temperature, mask, weights, needs_q, needs_k, needs_temperature, dtype):
-    """Return (loss, dq (N, D), dk (M, D), dτ). Unneeded ones are empty; dq is also computed for dτ.
-
-    dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
-    """
-    check_device(q)
-    given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # views without the padding, for cuBLAS
-    sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
-    loss, side, shift, kernel_mask = accumulate_strips(*sums, q, k, aligned, temperature, weights)
-    unit = 1 / q.shape[0] if weights is None else 1.0
-    scaling = GradientScaling(None, unit, True, gradient_dtype(dtype))
-    dq, dk, dot = finish_gradients(sums, *given, kernel_mask, mask.exclude, as_side(side), SoftmaxSide(),
-                                   scaling, needs_temperature, shift)
-    return loss, dq, dk, dot.sum().neg() / temperature if needs_temperature else loss.new_empty(0)
+def softmax_loss(call, both, weights, needs):
+    """Return (loss, dq (N, D), dk (M, D), dτ). Unneeded ones are empty or None; dτ needs dq."""
+    check_device(call.q)
+    given, sums = call.rounded, gradient_sums(call, needs)
+    loss, side, shift = accumulate_strips(*sums, given, weights)
+    factor = 1 / len(call.q) if weights is None else 1.0
+    scaling = GradientScaling(None, factor, True, gradient_dtype(call.q.dtype))
+    sides = Sides(as_side(side), SoftmaxSide())
+    dq, dk, dot = finish_gradients(sums, given, sides, scaling, needs[2], shift)
+    return loss, dq, dk, gradient_of_temperature(call, dot, needs)
 
 
-def accumulate_strips(dq, dk, q, k, aligned, temperature, weights):
+def accumulate_strips(dq, dk, given, weights):
     """Compute the loss, and add the products of all strips to dq and to dk; an empty dq or dk stays empty.
 
-    aligned  (q, k, mask) from launch.aligned_operands; q and k are views of its q and k, without the padding
-    returns  (loss, vectors (3, padded N) of the row softmax for shift.as_side, shift, KernelMask). If shift
-             is 0, the caller must still multiply each row of dq by its factor f_i
+    given    the call, with q and k in the dtype of products
+    returns  (loss, vectors (3, padded N) of the row softmax for shift.as_side, shift). If shift is 0, the
+             caller must still multiply each row of dq by its factor f_i
     """
-    (n, features), m = q.shape, k.shape[0]                         # m: number of keys
-    shift = None if q.dtype == torch.float16 else shift_of_norms(q, k, temperature)[0]
+    call = aligned(given)
+    q, k = without_padding(call, given)
+    (n, features), m = q.shape, len(k)                             # m: number of keys
+    shift = None if q.dtype == torch.float16 else shift_of_norms(call)[0]
     height = min(n, strip_height(q.element_size(), m, features))
-    config = tile_config(q, aligned[2])
+    config = tile_config(q, call.mask)
     if features >= MIN_WIDE_D and q.element_size() == 2 and capability(q) == 9 and config["BLOCK_M"] == 128:
         config |= dict(BLOCK_M=256, num_warps=8)
-    operands, rest = kernel_args(*aligned, temperature, config)
+    operands, rest = kernel_args(call, config)
     strip = q.new_empty(round_up(height, config["BLOCK_N"]), round_up(m, config["BLOCK_M"]))
     tiles, precision = strip.shape[1] // config["BLOCK_M"], config["PRECISION"]
     side = new_sides(1, n, q.device)
     table, positive, stats = (side.new_empty(size) for size in (2 * tiles * height, n, (1, 2, height)))
-    scaled_q, tau_mask, losses = q.new_empty(height, features), temperature_only_mask(temperature, q), []
+    scaled_q, tau_mask, losses = q.new_empty(height, features), temperature_of(call), []
     for i in range(0, n, height):
         count = min(height, n - i)
         at = slice(i, i + count)
         w, x, side_at = strip[:count, :m], q[at], side[..., at]
         for maxima in (True,) if shift is None else (False, True):    # with two launches, only one does work
             all_tiles = cdiv(count, config["BLOCK_N"]) * tiles
-            sums_kernel[persistent_grid(all_tiles, q, config["num_warps"])](
-                table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,
-                MAXIMA=maxima, TRIANGLE=False, **rest)
+            launch(sums_kernel, persistent_grid(all_tiles, q, config["num_warps"]),
+                   table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,
+                   MAXIMA=maxima, TRIANGLE=False, **rest)
         strip_table = table[:2 * tiles * count].view(2, tiles, count)
-        losses.append(merge_stats(stats[..., :count], strip_table, False, True, None, positive[at],
-                                  side_at, None if weights is None else weights[at], tau_mask, n))
-        scale_strip_kernel[persistent_grid(cdiv(count, 32) * tiles, q)](
-            strip, table, *side_at[0, :2], shift, count, m, strip.stride(0), precision, BLOCK_N=32,
-            BLOCK_M=config["BLOCK_M"])
-        if dq.shape[0]:
+        losses.append(merge_stats(stats[..., :count], strip_table, True, None, positive[at], side_at,
+                                  None if weights is None else weights[at], tau_mask, n))
+        factor, m_row, _ = side_at[0]
+        launch(scale_strip_kernel, persistent_grid(cdiv(count, 32) * tiles, q),
+               strip, table, factor, m_row, shift, count, m, strip.stride(0), PRECISION=precision, BLOCK_N=32,
+               BLOCK_M=config["BLOCK_M"])
+        if len(dq):
             add_product(dq[at], w, k, True)
         if shift is not None:
-            grid = cdiv(count, 32), cdiv(features, 128)
-            scale_queries_kernel[grid](scaled_q, x, side_at[0, 0], shift, count, features, q.stride(0),
-                                       precision, BLOCK_N=32, BLOCK_D=128)
+            launch(scale_queries_kernel, (cdiv(count, 32), cdiv(features, 128)), scaled_q, x, factor, shift,
+                   count, features, q.stride(0), PRECISION=precision, BLOCK_N=32, BLOCK_D=128)
             x = scaled_q[:count]
-        if dk.shape[0]:
+        if len(dk):
             add_product(dk, w.T, x, i == 0)
-    return torch.cat([x.reshape(-1) for x in losses]).sum(), side[0], shift, operands[2]
+    loss = losses[0] if len(losses) == 1 else torch.cat(losses)
+    return loss.sum(), side[0], shift

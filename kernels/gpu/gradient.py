@@ -23,33 +23,48 @@ even p_ij = 2⁻³⁸ does not underflow. The order of all sums is fixed, so the
 """
 import torch
 
-from ..heuristics import is_small_d
 from . import gradient_large_d, gradient_small_d
-from .launch import GradientScaling, check_device
-from .shift import as_side
+from .heuristics import is_small_d
+from .launch import check_device
+from .products import GradientScaling, gradient_of_temperature
+from .shift import Sides, as_side, make_side
 
 
-def gradients(q, k, temperature, mask, rows, columns, common_m, grad, loss_factor, needs_q, needs_k,
-              needs_temperature, dtype, positives=False):
-    """Return (dq (N, D), dk (M, D), dτ). Unneeded ones are empty; dq is also computed for dτ.
+def similarity_lse_backward(call, grad, stats, common_m, needs):
+    """Return (dq, dk, dτ) for the upstream gradient grad (N,); stats and common_m are from similarity_lse."""
+    largest = largest_finite(grad)              # divide by it: the kernels expect |dloss/dlse| ≤ 1
+    rows = as_side(make_side(stats, (grad / largest).contiguous()))
+    sides = Sides(rows, rows if call.k is None else as_side(None), common_m)
+    return gradients(call, sides, GradientScaling(largest, 1.0, False, call.q.dtype), needs)
 
-    k                  None: self-similarity with a symmetric mask. Then rows and columns are the same tensor,
-                       and dq contains the whole gradient
-    rows, columns      vectors (3, padded N) of the row softmax and (3, padded M) of the column softmax, from
-                       forward() or shift.make_side; |dloss_dlse| ≤ 1. None: the loss lacks this softmax
-    common_m           ForwardResult.common_m of the forward pass
-    grad, loss_factor  upstream gradient (0-dim tensor) and a constant such as 1/N; both multiply all results
-    needs_*            whether the gradients of q, k and the temperature are needed
-    dtype              dtype of dq and dk; dτ is a float32 scalar
-    positives          True: add the term of each row's positive (see the top of this file)
+
+def largest_finite(grad):
+    """Return the largest finite |grad|, but never 0: NaN and ∞ must not change the scale of other rows."""
+    finite = grad.nan_to_num(0, 0, 0)
+    return torch.linalg.vector_norm(finite, torch.inf).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def softmax_loss_backward(call, grad, sides, common_m, needs, weighted):
+    """Return (dq, dk, dτ) for the upstream gradient grad (0-dim); sides is from softmax_loss_forward.
+
+    weighted  True: the rows have weights, so the loss is no mean over rows
     """
-    check_device(q)
-    self_similarity = k is None
-    k, needs_k = (q, False) if self_similarity else (k, needs_k)
-    path = gradient_small_d if is_small_d(q.element_size(), q.shape[1], mask) else gradient_large_d
-    needs = needs_q or needs_temperature, needs_k, needs_temperature
-    dq, dk, dot = path.gradients(q, k, temperature, mask, as_side(rows), as_side(columns), common_m,
-                                 GradientScaling(grad, loss_factor, positives, dtype), needs, self_similarity)
-    if needs_temperature:      # with self-similarity, ⟨z, dz⟩ contains every dot product twice: halve it
-        return dq, dk, dot.sum() * (-0.5 if self_similarity else -1.0) / temperature
-    return dq, dk, q.new_empty(0, dtype=torch.float32)
+    rows = columns = as_side(sides[0])
+    if call.k is not None:
+        columns = as_side(sides[1] if len(sides) == 2 else None)
+    factor = (1 if weighted else 1 / len(call.q)) / len(sides)
+    scaling = GradientScaling(grad, factor, True, call.q.dtype)
+    return gradients(call, Sides(rows, columns, common_m), scaling, needs)
+
+
+def gradients(call, sides, scaling, needs):
+    """Return (dq (N, D), dk (M, D), dτ). Unneeded ones are empty or None; dq is also computed for dτ.
+
+    sides  with |dloss_dlse| ≤ 1. With self-similarity, rows and columns are the same side, and dq contains
+           the whole gradient
+    needs  whether the gradients of q, k and the temperature are needed
+    """
+    check_device(call.q)
+    path = gradient_small_d if is_small_d(call) else gradient_large_d
+    dq, dk, dot = path.gradients(call, sides, scaling, needs)
+    return dq, dk, gradient_of_temperature(call, dot, needs)

@@ -1,17 +1,18 @@
-"""Code on the host (CPU) for all kernels: tile sizes, aligned copies of q and k, arguments of launches.
+"""Code on the host (CPU) for all kernels: tile sizes, aligned copies of q and k, arguments and launches.
 
 Kernels read q and k through pointers with row strides. If N·M·D exceeds MAX_POINTER_WORK and the GPU has a
 tensor memory accelerator (sm_90 or later), kernels read q and k through tensor descriptors instead.
 """
+import functools
 import os
 from typing import Any, NamedTuple
 
 import torch
-from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..masks import transposed
-from .tiles import LOG2E, copy_kernel, scale_kernel
+from .heuristics import cdiv
+from .tiles import LOG2E, copy_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED_CAPABILITY = 9                   # major compute capability that we assume for CPU tensors
@@ -26,6 +27,12 @@ class MatmulShape(NamedTuple):
     k_stride: Any
 
 
+class Temperature(NamedTuple):
+    """The temperature as a kernel argument."""
+    temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
+    log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
+
+
 class KernelMask(NamedTuple):
     """The mask and the temperature as kernel arguments. Fields from row_ids to phi are those of masks.Mask;
     the constexpr EXCLUDE is its field exclude. Triton compiles no code for a field that is None."""
@@ -35,48 +42,30 @@ class KernelMask(NamedTuple):
     column_groups: Any
     row_features: Any
     column_features: Any
-    offset: Any              # 4 · (offset of the Mask) + 2; kernel_args says why
+    offset: Any              # 4 · offset + 2; kernel_mask says why
     phi: Any                 # columns with f_i·f_j ≥ phi are excluded; f_i, f_j: row, column features
     feature_count: Any       # number of features per row in row_features and column_features
-    temperature: Any         # 0-dim tensor that the kernel reads; None if the temperature is a number
-    log2e_over_tau: Any      # log2(e)/τ if the temperature is a number; else None
+    temperature: Any         # as in Temperature
+    log2e_over_tau: Any
 
 
-class GradientScaling(NamedTuple):
-    """Options of tiles.finish_gradient, which turns a sum of weighted rows into a gradient."""
-    grad: Any                # upstream gradient, a 0-dim tensor; None means 1
-    loss_factor: float       # constant factor of the gradient, such as 1/N for a mean over N rows
-    positives: bool          # True: subtract the term of each row's positive, which the sum does not contain
-    dtype: Any               # dtype of the gradient
+# ── the GPU and the tiles ───────────────────────────────────────────────────────────────────────────────────
 
 
-class FinishArgs(NamedTuple):
-    """Kernel arguments of tiles.finish_gradient for the gradient of x. x and positive_rows are not padded."""
-    grad: Any
-    x: Any
-    positive_rows: Any       # y, which contains the positives of x; None: do not subtract their terms
-    loss_factor: float
-    features: int            # number of features
-    x_stride: int            # elements from row to row of x
-    positive_stride: int     # elements from row to row of positive_rows
-
-    @classmethod
-    def make(cls, x, y, scaling):
-        """Return the FinishArgs for the gradient of x, where the logits are dot products of x and y."""
-        positive_rows = y if scaling.positives else None
-        return cls(scaling.grad, x, positive_rows, scaling.loss_factor, x.shape[1], x.stride(0), y.stride(0))
+@functools.cache
+def properties(device):
+    """Return PyTorch's properties of a GPU. PyTorch itself takes a few microseconds for each answer."""
+    return torch.cuda.get_device_properties(device)
 
 
 def capability(x):
     """Return the major compute capability of x's GPU: 8 for A100, 9 for H100 and H200, 10 for B200."""
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else EMULATED_CAPABILITY
+    return properties(x.device).major if x.is_cuda else EMULATED_CAPABILITY
 
 
 def multiprocessors(x):
     """Return the number of multiprocessors (SMs) of x's GPU."""
-    if not x.is_cuda:
-        return EMULATED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return properties(x.device).multi_processor_count if x.is_cuda else EMULATED_MULTIPROCESSORS
 
 
 def persistent_grid(tiles, x, warps=4):
@@ -112,6 +101,9 @@ def check_device(q):
                          "Python starts; or use 'blockwise'")
 
 
+# ── arguments ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def contiguous_rows(x):
     """Return x if its feature stride is 1, else a contiguous copy: kernels assume a feature stride of 1."""
     return x if x.stride(1) == 1 else x.contiguous()
@@ -132,26 +124,28 @@ def aligned_rows(x):
         return x
     copy = x.new_empty(count, cdiv(features, 16) * 16)
     grid = cdiv(count, 32), cdiv(copy.shape[1], 128)
-    copy_kernel[grid](copy, x, count, features, copy.shape[1], row_stride, column_stride, ROUND=rounds,
-                      BLOCK_N=32, BLOCK_D=128)
+    launch(copy_kernel, grid, copy, x, count, features, copy.shape[1], row_stride, column_stride,
+           ROUND=rounds, BLOCK_N=32, BLOCK_D=128)
     return copy
 
 
-def aligned_operands(q, k, mask):
-    """Return q, k and the mask, with all rows aligned. All kernels of a pass use the same copies."""
+def aligned(call):
+    """Return the call with q and k in its product dtype and all rows aligned, for all kernels of a pass."""
+    call, mask = call.rounded, call.mask
+    q, k = aligned_rows(call.q), call.k if call.k is None else aligned_rows(call.k)
     if mask.row_features is not None:
         row_features, column_features = (
             aligned_rows((f.float() if f.dtype == torch.float64 else f).contiguous())   # kernels use float32
             for f in (mask.row_features, mask.column_features))
         mask = mask._replace(row_features=row_features, column_features=column_features)
-    aligned_q = aligned_rows(q)
-    return aligned_q, aligned_q if k is q else aligned_rows(k), mask
+    elif q is call.q and k is call.k:
+        return call
+    return call._replace(q=q, k=k, mask=mask)
 
 
-def transposed_mask(kernel_mask):
-    """Return a KernelMask with rows and columns swapped, as masks.transposed does for a Mask."""
-    swapped = transposed(kernel_mask)
-    return swapped._replace(offset=swapped.offset + 4)  # −(4 · offset + 2) + 4 = 4 · (−offset) + 2
+def swapped(call):
+    """Return the call of the transposed matrix, with queries and keys swapped."""
+    return call._replace(q=call.keys, k=call.q, mask=transposed(call.mask))
 
 
 def is_host_scalar(scalar, x):
@@ -159,39 +153,73 @@ def is_host_scalar(scalar, x):
     return scalar.device != x.device
 
 
-def scale_args(temperature, x):
-    """Return (temperature, log2e_over_tau), the last two fields of a KernelMask; exactly one is None."""
-    if is_host_scalar(temperature, x):
-        return None, LOG2E.value / temperature.item()
-    return temperature, None
+def temperature_of(call):
+    """Return the Temperature of a call."""
+    if is_host_scalar(call.temperature, call.q):
+        return Temperature(None, LOG2E.value / call.temperature.item())
+    return Temperature(call.temperature, None)
 
 
-def temperature_only_mask(temperature, x):
-    """Return a KernelMask that holds only the temperature."""
-    return KernelMask(*[None] * (len(KernelMask._fields) - 2), *scale_args(temperature, x))
-
-
-def scaled_copies(rows, factor):
-    """Return a list with factor · x in dtype for each (x, dtype) of rows; factor is a 0-dim tensor."""
-    outs = [torch.empty_like(x, dtype=dtype) for x, dtype in rows]
-    for out, (x, _) in zip(outs, rows):
-        scale_kernel[cdiv(x.numel(), 4096),](out, x, x.numel(), factor, BLOCK=4096, enable_fp_fusion=True)
-    return outs
-
-
-def kernel_args(q, k, mask, temperature, config):
-    """Return ((q, k, KernelMask, N, M, MatmulShape), keywords), the arguments of any kernel that computes qk.
-    The arguments q, k and mask must come from aligned_operands."""
-    feature_count = None if mask.row_features is None else mask.row_features.shape[1]
+def kernel_mask(call):
+    """Return the KernelMask of a call."""
+    mask, features = call.mask, call.mask.row_features
     # Triton compiles another variant of a kernel if an integer in a tuple is 1 or a multiple of 16.
     # 4 · offset + 2 is neither for any offset, so all offsets share one variant
-    kernel_mask = KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, feature_count,
-                             *scale_args(temperature, q))
-    (n, _), (m, features) = q.shape, k.shape
+    feature_count = None if features is None else features.shape[1]
+    return KernelMask(*mask[1:7], 4 * mask.offset + 2, mask.phi, feature_count, *temperature_of(call))
+
+
+def kernel_args(call, config):
+    """Return ((q, k, KernelMask, N, M, MatmulShape), keywords), the arguments of any kernel that computes qk.
+    The call must come from aligned()."""
+    q, k = call.q, call.keys
+    (n, features), m = q.shape, k.shape[0]
     if capability(q) >= 9 and n * m * features > MAX_POINTER_WORK:
         shape = MatmulShape(features, None, None)
         q = TensorDescriptor.from_tensor(q, [config["BLOCK_N"], config["BLOCK_D"]])
         k = TensorDescriptor.from_tensor(k, [config["BLOCK_M"], config["BLOCK_D"]])
     else:
         shape = MatmulShape(features, q.stride(0), k.stride(0))
-    return (q, k, kernel_mask, n, m, shape), dict(EXCLUDE=mask.exclude, enable_fp_fusion=True, **config)
+    operands = q, k, kernel_mask(call), n, m, shape
+    return operands, dict(EXCLUDE=call.mask.exclude, enable_fp_fusion=True, **config)
+
+
+# ── launches ────────────────────────────────────────────────────────────────────────────────────────────────
+
+COMPILED = {}      # {what Triton specialises a kernel on: (compiled kernel, names of its constants)}
+
+
+def launch(kernel, grid, *arguments, **keywords):
+    """Do what kernel[grid](*arguments, **keywords) does; the first argument is a tensor.
+
+    The first launch with a key lets Triton compile the kernel. Later ones call the compiled kernel, which
+    takes about 60 % of the time that Triton needs to find and launch it.
+    """
+    if INTERPRETED:
+        kernel[grid](*arguments, **keywords)
+        return
+    key = kernel.fn, arguments[0].get_device(), *keywords.values(), *kinds(arguments)
+    compiled, constants = COMPILED.get(key, (None, None))
+    if compiled is None:
+        COMPILED[key] = kernel[grid](*arguments, **keywords), kernel.arg_names[len(arguments):]
+    else:
+        compiled[(*grid, 1, 1)[:3]](*arguments, *[keywords[name] for name in constants])
+
+
+def kinds(arguments):
+    """Return a list with everything on which Triton specialises a kernel: the dtypes of tensors, alignment of
+    their addresses, and whether integers are 1, multiples of 16 or too large for 32 bits."""
+    found = []
+    for x in arguments:
+        kind = type(x)
+        if x is None or kind is float:
+            found.append(kind)
+        elif kind is torch.Tensor or kind is torch.nn.Parameter:
+            found += x.dtype, x.data_ptr() % 16 == 0
+        elif kind is int:
+            found.append(1 if x == 1 else (x % 16 == 0, -2 ** 31 <= x < 2 ** 31))
+        elif kind is TensorDescriptor:
+            found += x.base.dtype, *x.block_shape
+        else:
+            found += kinds(x)                                  # a tuple
+    return found

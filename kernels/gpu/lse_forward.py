@@ -13,12 +13,11 @@ If column sums are needed too, sums_kernel also writes two numbers per column. m
 m_i = max_J m[J, i] and l_i = Σ_J l[J, i] exp2(m[J, i] − m_i) for each row. Both m and l are stored, because
 in the sum m + log2 l, a large m would round off digits of log2 l.
 
-With more than FEW_ROWS rows or columns, there are three special cases. (1) If both rows and columns need
-sums, or with self-similarity, one shift replaces all m (shift.py), and row_stats_kernel computes those rows
-and columns again whose sums underflowed. (2) With groups (within=), row_stats_kernel computes each row from
-the columns of its group. (3) With self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so
-only one of the two is computed. Large matrices are computed block by block, so that tables stay small. The
-order of all sums is fixed (there are no atomics), so the same input gives the same bits.
+If both rows and columns need sums, or with self-similarity, one shift replaces all m for more than
+SHIFT_LOGITS logits (shift.py), and row_stats_kernel computes those rows and columns again whose sums
+underflowed. With self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so only one of the
+two is computed. Large matrices are computed block by block, so that tables stay small. The order of all sums
+is fixed (there are no atomics), so the same input gives the same bits.
 
 The softmax loss compares lse_i with the logit of the positive of row i. The mask excludes the positive from
 lse_i, and mask_tile stores the dot product of the positive:
@@ -33,13 +32,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import cdiv
 
-from ..heuristics import table_block_shape
-from ..masks import column_ranges, transposed
+from .heuristics import cdiv, table_block_shape
 from .launch import (
-    aligned_operands, check_device, kernel_args, persistent_grid, temperature_only_mask, tile_config)
-from .shift import MIN_LOG2_SUM, has_few_rows, new_sides, shift_of_norms
+    aligned, check_device, kernel_args, launch, persistent_grid, swapped, temperature_of, tile_config)
+from .shift import MIN_LOG2_SUM, new_sides, shift_of_norms
 from .tiles import (
     LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
     finite_max, keep_mask, kernel, log2e_over_tau, lse_minus_positive,
@@ -133,38 +130,28 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
 
 
 @kernel
-def row_stats_kernel(STATS, SHIFT, COMMON_M, RANGES, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr,
+def row_stats_kernel(STATS, SHIFT, COMMON_M, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr,
                      PRECISION: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write m and l of each row to STATS (2, N). A program computes BLOCK_N rows, in a loop over columns.
-
-    SHIFT   None: compute all rows. A tensor: STATS holds sums with this shift. Compute only the rows whose l
-            underflowed, and use their maxima as m. If there are such rows, set COMMON_M to ∞
-    RANGES  range of columns for each program, from masks.column_ranges; None: all columns
-    """
+    """Replace m and l in STATS (2, N), sums with this SHIFT, of the rows whose l underflowed: compute these
+    rows again, with their maxima as m. If there are such rows, set COMMON_M to ∞."""
     row, scale = tl.program_id(0) * BLOCK_N, log2e_over_tau(MASK)
     rows = row + tl.arange(0, BLOCK_N)
-    start, stop, wanted = 0, M, rows < N
-    if SHIFT is not None:
-        old_l = tl.load(STATS + N + rows, mask=rows < N, other=1.0)
-        wanted = tl.log2(old_l) < tl.where(tl.load(SHIFT) > 0.0, MIN_LOG2_SUM, float("-inf"))
-        stop = tl.where(tl.max(wanted.to(tl.int32), 0) > 0, M, 0)
-    if RANGES is not None:
-        start = tl.load(RANGES + 2 * tl.program_id(0)) // BLOCK_M * BLOCK_M
-        stop = tl.load(RANGES + 2 * tl.program_id(0) + 1)
+    old_l = tl.load(STATS + N + rows, mask=rows < N, other=1.0)
+    wanted = tl.log2(old_l) < tl.where(tl.load(SHIFT) > 0.0, MIN_LOG2_SUM, float("-inf"))
+    stop = tl.where(tl.max(wanted.to(tl.int32), 0) > 0, M, 0)
     m_i = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_N,), tl.float32)
-    for column in range(start, stop, BLOCK_M):
+    for column in range(0, stop, BLOCK_M):
         qk = qk_tile(Q, K, row, column, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         keep = keep_mask(rows, column, N, M, MASK, EXCLUDE, PRECISION, BLOCK_M)
         qk = tl.where(keep, qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1) * scale)
         e = exp2_scaled(qk, scale, finite_max(m_new)[:, None])
         m_i, l_i = m_new, l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(e, 1)
-    if SHIFT is not None:
-        wanted = wanted & (l_i > 0.0)                              # store no row with all columns excluded
-        if tl.max(wanted.to(tl.int32), 0) > 0:
-            tl.store(COMMON_M, float("inf"))
+    wanted = wanted & (l_i > 0.0)                                  # store no row with all columns excluded
+    if tl.max(wanted.to(tl.int32), 0) > 0:
+        tl.store(COMMON_M, float("inf"))
     tl.store(STATS + rows, finite_max(m_i), mask=wanted)
     tl.store(STATS + N + rows, l_i, mask=wanted)
 
@@ -227,27 +214,38 @@ class ForwardResult(NamedTuple):
     common_m: Any          # 0-dim tensor COMMON_M (see shift.py); None: no shift was used
 
 
-def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
+def similarity_lse(call):
+    """Return (lse (N,), stats (2, N), COMMON_M or None), float32; the last two are for backward."""
+    found = forward(call)
+    return found.lse, found.stats, found.common_m
+
+
+def softmax_loss_forward(call, both, weights):
+    """Return (loss, sides, COMMON_M or None), see ForwardResult; the last two are for backward."""
+    found = forward(call, both, True, weights)
+    return found.loss, found.sides, found.common_m
+
+
+def forward(call, both=False, loss=False, weights=None):
     """Return a ForwardResult with the lse of the rows of q·kᵀ/τ or, if loss is True, with the loss.
 
-    k         None: self-similarity; the mask must be symmetric
     loss      True: compute Σ_i w_i softplus(gap_i) or, if both, the mean of row loss and column loss (N = M)
     weights   (N,) float32, the weights w_i in the loss; None: 1/N for all rows
     """
-    check_device(q)
-    self_similarity, k = k is None, q if k is None else k
-    q, k, mask = aligned_operands(q, k, mask)
-    n, m, few = q.shape[0], k.shape[0], has_few_rows(q.shape[0], k.shape[0])    # m: number of keys
-    shift, common_m = shift_of_norms(q, k, temperature) if both or self_similarity else (None, None)
-    # for few rows, computing both halves of a symmetric matrix takes no extra time
-    triangle, ranges = self_similarity and not few, column_ranges(mask, ROWS_OF_STATS)
-    stats = torch.empty(2 if both else 1, 2, n, dtype=torch.float32, device=q.device)
+    check_device(call.q)
+    call, triangle = aligned(call), call.k is None
+    n, m = call.q.shape[0], call.keys.shape[0]                     # m: number of keys
+    sides, device = 2 if both else 1, call.q.device
+    shift, common_m = shift_of_norms(call) if both or triangle else (None, None)
+    stats = torch.empty(sides, 2, n, dtype=torch.float32, device=device)
     outputs = dict(lse=stats.new_empty(n))
     if loss:
-        outputs = dict(positive=stats.new_empty(n), sides=new_sides(len(stats), n, q.device), weights=weights,
-                       mask=temperature_only_mask(temperature, q))
-    config = tile_config(q, mask, triangle) | (dict(num_warps=8) if few else {})   # maxima take registers
-    operands, rest = kernel_args(q, k, mask, temperature, config)
+        outputs = dict(positive=stats.new_empty(n), sides=new_sides(sides, n, device),
+                       weights=weights, tau=temperature_of(call))
+    config = tile_config(call.q, call.mask, triangle)
+    if shift is None and (both or triangle):
+        config |= dict(num_warps=8)                                # two maxima take registers
+    operands, rest = kernel_args(call, config)
 
     def sums(i, j, height, width):
         """Compute the block at (i, j): return (row table (2, column tiles, height), column table or None)."""
@@ -259,70 +257,70 @@ def forward(q, k, temperature, mask, both=False, loss=False, weights=None):
             row_table, column_table = stats.new_empty(sum(sizes)).split(sizes)
         elif triangle:
             column_table = row_table if on_diagonal else stats.new_empty(sizes[1])
-        sums_kernel[persistent_grid(tiles, q, config["num_warps"])](
-            row_table, column_table, None, outputs.get("positive"), shift, tiles, i, j, height, width, 0,
-            *operands, MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest)
+        launch(sums_kernel, persistent_grid(tiles, stats, config["num_warps"]),
+               row_table, column_table, None, outputs.get("positive"), shift, tiles, i, j, height, width, 0,
+               *operands, MAXIMA=shift is None, TRIANGLE=on_diagonal, **rest)
         return row_table.view(2, tiles_j, height), column_table
 
-    height, width = table_block_shape(q, k, square=both or triangle)
-    table = stats[0, :, None, :][:, :0]                            # an empty table
-    complete = shift is None and ranges is None and height >= n and width >= m
-    if complete:
+    height, width = table_block_shape(call.q, call.keys, square=both or triangle)
+    if height >= n and width >= m:
         table, _ = sums(0, 0, n, m)                                # the column table is next in memory
-    elif ranges is None:
-        merge_blocks(stats, n, m, height, width, few, triangle, sums)
-    if ranges is not None or shift is not None:
-        compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges)
-    loss = merge_stats(stats, table, few, complete, **outputs)
-    if loss is not None and loss.dim():
-        loss = loss.sum()
-    return ForwardResult(stats[0], outputs.get("lse"), outputs.get("sides"), loss, common_m)
+    else:
+        merge_blocks(stats, n, m, height, width, triangle, sums)
+        table = None
+    if shift is not None:
+        if table is not None:
+            merge_stats(stats, table, True)
+        recompute_rows(stats, call, config, shift, common_m)
+        table = None
+    loss = merge_stats(stats, table, table is not None, **outputs)
+    return ForwardResult(stats[0], outputs.get("lse"), outputs.get("sides"),
+                         None if loss is None else loss.sum(), common_m)
 
 
-def merge_blocks(stats, n, m, height, width, few, triangle, sums):
+def merge_blocks(stats, n, m, height, width, triangle, sums):
     """Call sums, a function of forward(), for each block of logits, and merge its tables into stats."""
     for i in range(0, n, height):
         for j in range(i if triangle else 0, m, width):
             at_i, at_j = slice(i, min(i + height, n)), slice(j, min(j + width, m))
             row_table, column_table = sums(i, j, at_i.stop - i, at_j.stop - j)
-            merge_stats(stats[:1, :, at_i], row_table, few, j == 0)
+            merge_stats(stats[:1, :, at_i], row_table, j == 0)
             if column_table is not None and not (triangle and i == j):
-                merge_stats(stats[-1:, :, at_j], column_table.view(2, -1, at_j.stop - j), few, i == 0)
+                merge_stats(stats[-1:, :, at_j], column_table.view(2, -1, at_j.stop - j), i == 0)
 
 
-def compute_rows(stats, q, k, mask, temperature, shift, common_m, ranges):
+def recompute_rows(stats, call, config, shift, common_m):
     """Run row_stats_kernel on the rows and, if stats (sides, 2, N) has two sides, on the columns."""
-    for side, (x, y, side_mask) in zip(stats, [(q, k, mask), (k, q, transposed(mask))]):
-        config = tile_config(x, side_mask)
-        config |= dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]))
-        operands, rest = kernel_args(x, y, side_mask, temperature, config)
-        row_stats_kernel[cdiv(len(x), ROWS_OF_STATS),](side, shift, common_m, ranges, *operands, **rest)
+    config = config | dict(BLOCK_N=ROWS_OF_STATS, BLOCK_M=min(64, config["BLOCK_M"]))
+    for side in range(stats.shape[0]):
+        turned = swapped(call) if side else call
+        operands, rest = kernel_args(turned, config)
+        launch(row_stats_kernel, (cdiv(turned.q.shape[0], ROWS_OF_STATS),), stats[side], shift, common_m,
+               *operands, **rest)
 
 
-def merge_stats(stats, table, few, overwrite=False, lse=None, positive=None, sides=None, weights=None,
-                mask=None, mean_over=None):
-    """Merge m and l of tiles into stats, write lse if given, and return the loss, partial sums of it or None.
+def merge_stats(stats, table, overwrite=False, lse=None, positive=None, sides=None, weights=None, tau=None,
+                mean_over=None):
+    """Merge m and l of tiles into stats, write lse if given, and return partial sums of the loss or None.
 
     stats      (sides, 2, N): m and l
-    table      (2, tiles, N): m and l of the rows; with two sides, the columns' table comes next in memory
-    few        has_few_rows(N, M) of the whole matrix, so that all of its blocks use the same compiled kernel
+    table      (2, tiles, N): m and l of the rows; with two sides, the columns' table comes next in memory.
+               None: there is nothing to merge
     overwrite  True: ignore the old content of stats
     lse        (N,) output, or None
     positive   (N,) dot products of the positives; None: compute no loss
     sides      (number of softmaxes, 3, at least N) output for shift.as_side; needed if positive is given
     weights    (N,) row weights of the loss; None: each row has weight 1 / mean_over
-    mask       KernelMask with the temperature; not None if positive is given
+    tau        Temperature; not None if positive is given
     mean_over  the number of rows over which the loss is a mean; None: N
     """
-    n = stats.shape[2]
+    count, _, n = stats.shape
+    tiles = 0 if table is None else table.shape[1]
     side_count, side_stride = (n, n) if sides is None else (sides.shape[2], sides.stride(1))
-    # with few rows (up to 1024), a single program computes all of them, so its loss is the whole loss
-    block, tiles_at_once = (1024, 8) if few else (32, 64)
-    programs = cdiv(side_count, block)
-    loss_sums = None if positive is None else stats.new_empty(programs if programs > 1 else ())
-    weight = (1 if weights is not None else 1 / (mean_over or n)) / len(stats)
-    merge_stats_kernel[programs,](
-        stats, lse, sides, loss_sums, table, positive, weights, mask, weight, table.shape[1], n,
-        stats.stride(1), side_count, side_stride, SIDES=len(stats), OVERWRITE=overwrite,
-        TILES_AT_ONCE=tiles_at_once, BLOCK=block, num_warps=8, enable_fp_fusion=True)
+    programs = cdiv(side_count, 32)
+    loss_sums = None if positive is None else stats.new_empty(programs)
+    weight = (1 if weights is not None else 1 / (mean_over or n)) / count
+    launch(merge_stats_kernel, (programs,), stats, lse, sides, loss_sums, stats if table is None else table,
+           positive, weights, tau, weight, tiles, n, stats.stride(1), side_count, side_stride, SIDES=count,
+           OVERWRITE=overwrite, TILES_AT_ONCE=64, BLOCK=32, num_warps=8, enable_fp_fusion=True)
     return loss_sums

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import cdiv
 
-from ..heuristics import FEW_ROWS
-from .launch import temperature_only_mask
+from . import heuristics
+from .heuristics import cdiv
+from .launch import launch, temperature_of
 from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
 MAX_LOG2_TERM = tl.constexpr(106.0)        # upper limit of s − r, the log2 of a term
@@ -56,22 +56,36 @@ def largest(X, count, BLOCK: tl.constexpr):
 
 
 @kernel
-def shift_kernel(SHIFT, COMMON_M, NORMS_X, NORMS_Y, MASK, N, M, BLOCK: tl.constexpr):
-    """Compute r from NORMS_X (N,) and NORMS_Y (M,), see largest_norms, and write r to SHIFT and COMMON_M."""
-    bound = largest(NORMS_X, N, BLOCK) * largest(NORMS_Y, M, BLOCK) * tl.abs(log2e_over_tau(MASK))
-    r = tl.maximum(bound * NORM_MARGIN - MAX_LOG2_TERM, 0.0)
+def shift_kernel(SHIFT, COMMON_M, NORMS, MASK, tiles, count, BLOCK: tl.constexpr):
+    """Compute r from NORMS (see norms_kernel), of which `tiles` belong to q, and `count` to k (0: q is k).
+    Write r to SHIFT and COMMON_M."""
+    of_q = largest(NORMS, tiles, BLOCK)
+    of_k = tl.where(count > 0, largest(NORMS + tiles, count, BLOCK), of_q)
+    r = tl.maximum(of_q * of_k * tl.abs(log2e_over_tau(MASK)) * NORM_MARGIN - MAX_LOG2_TERM, 0.0)
     tl.store(SHIFT, r)
     tl.store(COMMON_M, r)
 
 
-@kernel
-def norms_kernel(NORMS, X, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write the largest norm of this program's BLOCK_N rows of X (count, features) to NORMS."""
+@triton.jit
+def largest_norm(X, row, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the largest norm of BLOCK_N rows of X (count, features), from this row on."""
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for d in range(0, features, BLOCK_D):
-        x = load_tile(X, tl.program_id(0) * BLOCK_N, d, count, features, row_stride, BLOCK_N, BLOCK_D)
+        x = load_tile(X, row, d, count, features, row_stride, BLOCK_N, BLOCK_D)
         squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
-    tl.store(NORMS + tl.program_id(0), tl.sqrt(tl.max(squares, 0)))
+    return tl.sqrt(tl.max(squares, 0))
+
+
+@kernel
+def norms_kernel(NORMS, Q, K, N, M, features, q_stride, k_stride, BLOCK_N: tl.constexpr,
+                 BLOCK_D: tl.constexpr):
+    """Write the largest norm of each BLOCK_N rows to NORMS: first of Q (N, features), then of K (M, ...)."""
+    tile, tiles = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    if tile < tiles:
+        tl.store(NORMS + tile, largest_norm(Q, tile * BLOCK_N, N, features, q_stride, BLOCK_N, BLOCK_D))
+    else:
+        row = (tile - tiles) * BLOCK_N
+        tl.store(NORMS + tile, largest_norm(K, row, M, features, k_stride, BLOCK_N, BLOCK_D))
 
 
 @kernel
@@ -85,29 +99,23 @@ def side_kernel(SIDE, STATS, DLOSS_DLSE, count, side_count, BLOCK: tl.constexpr)
     tl.store(SIDE + 2 * side_count + at, dloss_dlse)
 
 
-def has_few_rows(n, m):
-    """Return whether q and k have at most FEW_ROWS rows: launches then take longer than arithmetic."""
-    return max(n, m) <= FEW_ROWS
+def shift_of_norms(call):
+    """Return (SHIFT, COMMON_M), two 0-dim float32 tensors that hold r, for a call from launch.aligned.
 
-
-def shift_of_norms(q, k, temperature):
-    """Return (SHIFT, COMMON_M), two 0-dim float32 tensors that hold r, for q and k from aligned_operands.
-    For few rows, return (None, None): the norms would take longer than the exponentials they save."""
-    if has_few_rows(q.shape[0], k.shape[0]):
+    Return (None, None) for at most SHIFT_LOGITS logits. Kernels then subtract maxima.
+    """
+    q, k = call.q, call.keys
+    (n, features), m = q.shape, k.shape[0]
+    if n * m <= heuristics.SHIFT_LOGITS:
         return None, None
-    norms_q = largest_norms(q)
-    norms_k = norms_q if k is q else largest_norms(k)
-    shift, common_m = norms_q.new_empty(()), norms_q.new_empty(())
-    shift_kernel[1,](shift, common_m, norms_q, norms_k, temperature_only_mask(temperature, q), len(norms_q),
-                     len(norms_k), BLOCK=4096, num_warps=8, enable_fp_fusion=True)
+    tiles, count = cdiv(n, 16), 0 if call.k is None else cdiv(m, 16)
+    norms = torch.empty(tiles + count, dtype=torch.float32, device=q.device)
+    launch(norms_kernel, (tiles + count,), norms, q, k, n, m, features, q.stride(0), k.stride(0), BLOCK_N=16,
+           BLOCK_D=256, enable_fp_fusion=True)
+    shift, common_m = norms.new_empty(()), norms.new_empty(())
+    launch(shift_kernel, (1,), shift, common_m, norms, temperature_of(call), tiles, count, BLOCK=4096,
+           num_warps=8, enable_fp_fusion=True)
     return shift, common_m
-
-
-def largest_norms(x):
-    """Return a float32 vector: the largest norm of rows 0 to 15 of x, of rows 16 to 31, and so on."""
-    norms = torch.empty(cdiv(x.shape[0], 16), dtype=torch.float32, device=x.device)
-    norms_kernel[len(norms),](norms, x, *x.shape, x.stride(0), BLOCK_N=16, BLOCK_D=256, enable_fp_fusion=True)
-    return norms
 
 
 def new_sides(sides, n, device):
@@ -118,13 +126,29 @@ def new_sides(sides, n, device):
 
 def make_side(stats, dloss_dlse):
     """Return a tensor (3, padded n) for as_side, computed from stats (2, n) and dloss_dlse (n,)."""
-    n = len(dloss_dlse)
+    n = dloss_dlse.shape[0]
     side = new_sides(1, n, stats.device)[0]
-    side_kernel[side.shape[1] // MAX_TILE_SIDE,](side, stats, dloss_dlse, n, side.shape[1],
-                                                 BLOCK=MAX_TILE_SIDE, enable_fp_fusion=True)
+    launch(side_kernel, (side.shape[1] // MAX_TILE_SIDE,), side, stats, dloss_dlse, n, side.shape[1],
+           BLOCK=MAX_TILE_SIDE, enable_fp_fusion=True)
     return side
 
 
 def as_side(side):
     """Return the rows of a tensor (3, padded n) as a SoftmaxSide; if side is None, all fields are None."""
-    return SoftmaxSide() if side is None else SoftmaxSide(*side)
+    return SoftmaxSide() if side is None else SoftmaxSide(*side.unbind())
+
+
+class Sides(NamedTuple):
+    """The two softmaxes of a loss, and the m that they may share."""
+    rows: SoftmaxSide
+    columns: SoftmaxSide
+    common_m: Any = None     # 0-dim tensor COMMON_M; None: no shift was used
+
+    @property
+    def are_two(self):
+        """Whether the loss has both softmaxes."""
+        return self.rows.factor is not None and self.columns.factor is not None
+
+    def swapped(self):
+        """Return the Sides of the transposed matrix."""
+        return self._replace(rows=self.columns, columns=self.rows)

@@ -12,19 +12,17 @@ and s⁺_i its logit. W_ij is σ(s_ij), but 0 where key j is the positive of row
 
 The terms of the positives are added at the end; their factor σ(−s⁺_i) is more accurate than 1 − σ(s⁺_i). A
 weight depends only on its logit, not on other logits of the row. So each block of W is computed only once:
-6 N·M·D operations in all, as many as eager. gradient_large_d.add_blocks multiplies blocks of W by k and q.
+6 N·M·D operations in all, as many as eager. products.add_blocks multiplies blocks of W by k and q.
 """
 import torch
 import triton.language as tl
-from triton import cdiv
 
-from ..heuristics import gradient_dtype
-from .gradient_large_d import add_blocks, finish_gradients, gradient_sums
-from .launch import (
-    GradientScaling, aligned_operands, check_device, is_host_scalar, kernel_args,
-    persistent_grid, tile_config)
+from .heuristics import cdiv, gradient_dtype
+from .launch import aligned, check_device, is_host_scalar, kernel_args, launch, persistent_grid, tile_config
 from .lse_forward import mask_tile
-from .shift import SoftmaxSide
+from .products import (
+    GradientScaling, add_blocks, finish_gradients, gradient_of_temperature, gradient_sums, without_padding)
+from .shift import Sides, SoftmaxSide
 from .tiles import (
     LOG2E, WEIGHT_SCALE, add_tile_product, cast_for_matmul, count_steps, kernel,
     log2e_over_tau, next_step, softplus, softplus_sum)
@@ -83,37 +81,31 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
     tl.store(BIAS_GRADIENT, (tl.sum(gradient, 0) * factor).to(tl.float32))
 
 
-def sigmoid_loss(q, k, temperature, bias, mask, needs_q, needs_k, needs_temperature, needs_bias, dtype):
-    """Return (loss, dq, dk, dτ, db). Unneeded ones are empty, except db; dq is also computed for dτ.
-
-    dtype  dtype of the caller's q, before autocast: if bfloat16, the gradients are bfloat16, else float32
-    """
-    check_device(q)
-    given, aligned, d = (q, k), aligned_operands(q, k, mask), q.shape[1]
-    q, k = (x[:, :d] for x in aligned[:2])                         # views without the padding, for cuBLAS
-    sums = gradient_sums(q, k, needs_q, needs_k, needs_temperature)
-    n, config = q.shape[0], tile_config(q, aligned[2])
-    operands, rest = kernel_args(*aligned, temperature, config)
-    bias_arguments = (None, bias.item()) if is_host_scalar(bias, q) else (bias, 0.0)
-    tiles = cdiv(n, config["BLOCK_N"]) * cdiv(k.shape[0], config["BLOCK_M"])
-    tile_sums = torch.empty(tiles, 2, dtype=torch.float32, device=q.device)
+def sigmoid_loss(call, bias, needs):
+    """Return (loss, dq, dk, dτ, db). Unneeded ones are empty or None; dq is also computed for dτ."""
+    check_device(call.q)
+    given, sums = call.rounded, gradient_sums(call, needs)
+    padded = aligned(given)
+    (n, _), config = padded.q.shape, tile_config(padded.q, padded.mask)
+    operands, rest = kernel_args(padded, config)
+    bias_arguments = (None, bias.item()) if is_host_scalar(bias, call.q) else (bias, 0.0)
+    tiles = cdiv(n, config["BLOCK_N"]) * cdiv(len(padded.keys), config["BLOCK_M"])
+    tile_sums = torch.empty(tiles, 2, dtype=torch.float32, device=call.q.device)
     positive, coefficients, done = tile_sums.new_empty(n), tile_sums.new_empty(n), 0
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         nonlocal done
-        sigmoid_kernel[persistent_grid(tiles_x * tiles_y, q, config["num_warps"])](
-            w, tile_sums[done:], positive, *bias_arguments, first_x, first_y, tiles_x, tiles_y, w_row_stride,
-            *operands, **rest)
+        launch(sigmoid_kernel, persistent_grid(tiles_x * tiles_y, w, config["num_warps"]),
+               w, tile_sums[done:], positive, *bias_arguments, first_x, first_y, tiles_x, tiles_y,
+               w_row_stride, *operands, **rest)
         done += tiles_x * tiles_y
 
-    add_blocks(*sums, q, k, config, fill_weights)
+    add_blocks(*sums, *without_padding(padded, given), config, fill_weights)
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
-    finish_sigmoid_kernel[1,](loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n, BLOCK=1024,
-                              enable_fp_fusion=True)
+    launch(finish_sigmoid_kernel, (1,), loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n,
+           BLOCK=1024, enable_fp_fusion=True)
     # this loss has no lse: the field dloss_dlse holds σ(−s⁺_i), the coefficients of the positives
-    scaling = GradientScaling(None, 1 / n, True, gradient_dtype(dtype))
-    dq, dk, dot = finish_gradients(sums, *given, operands[2], mask.exclude,
-                                   SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide(), scaling,
-                                   needs_temperature)
-    dt = dot.sum().neg() / temperature if needs_temperature else loss.new_empty(0)
-    return loss, dq, dk, dt, db
+    sides = Sides(SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide())
+    scaling = GradientScaling(None, 1 / n, True, gradient_dtype(call.q.dtype))
+    dq, dk, dot = finish_gradients(sums, given, sides, scaling, needs[2])
+    return loss, dq, dk, gradient_of_temperature(call, dot, needs), db

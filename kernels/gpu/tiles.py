@@ -10,33 +10,17 @@ import math
 import triton
 import triton.language as tl
 
-from ..replay import current_recorder
-
 LOG2E = tl.constexpr(math.log2(math.e))
 WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # factor on stored softmax weights; gradient.py says why
 # Triton compiles variants of a kernel for special integers (1, multiples of 16) and for aligned pointers. The
 # arguments below get no variants, since most change with the batch: one kernel serves all batch sizes.
-jit = triton.jit(
+kernel = triton.jit(
     do_not_specialize=("N", "M", "D", "l_offset", "first_row", "first_column", "first_x", "first_y", "height",
                        "width", "split_columns", "splits", "tiles", "tiles_x", "tiles_y", "count",
                        "side_count", "side_stride"),
     do_not_specialize_on_alignment=("STATS", "LSE", "DLOSS_DLSE", "SIDES_OUT", "LOSS", "ROW_TABLE",
                                     "COLUMN_TABLE", "TABLE", "TILE_SUMS", "COEFFICIENTS", "POSITIVE",
-                                    "WEIGHTS", "FACTOR", "NORMS_X", "NORMS_Y"))
-
-
-def kernel(function):
-    """Compile a function as a Triton kernel, whose launches are recorded while replay.py records a loss."""
-    jitted = jit(function)
-    run = jitted.run
-
-    def run_and_record(*arguments, grid, warmup, **named):
-        recorder = current_recorder()
-        if recorder is None or warmup:
-            return run(*arguments, grid=grid, warmup=warmup, **named)
-        return recorder.launch(jitted, run, grid, arguments, named)
-    jitted.run = run_and_record
-    return jitted
+                                    "WEIGHTS", "FACTOR", "NORMS"))
 
 
 @triton.jit
@@ -348,18 +332,6 @@ def cast_for_matmul(x, X, PRECISION: tl.constexpr):
     if PRECISION == "tf32" and X.dtype.element_ty == tl.float32:
         x = round_to_tf32(x)
     return x.to(X.dtype.element_ty)
-
-
-@kernel
-def scale_kernel(OUT, X, count, FACTOR, BLOCK: tl.constexpr):
-    """Write FACTOR · X to OUT, in the dtype of OUT."""
-    first, factor = tl.program_id(0).to(tl.int64) * BLOCK, tl.load(FACTOR)
-    at = first + tl.arange(0, BLOCK)
-    if first + BLOCK <= count:                                     # unmasked loads read 16 bytes at once
-        tl.store(OUT + at, (tl.load(X + at).to(tl.float32) * factor).to(OUT.dtype.element_ty))
-    else:
-        x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
-        tl.store(OUT + at, (x * factor).to(OUT.dtype.element_ty), mask=at < count)
 
 
 @kernel

@@ -12,10 +12,10 @@ n·ln(C/n) times. At the end, PyTorch's topk merges the slots of all splits.
 """
 import torch
 import triton.language as tl
-from triton import cdiv, next_power_of_2
 
-from .launch import (
-    aligned_operands, check_device, kernel_args, multiprocessors, tile_config)
+from .. import blockwise
+from .heuristics import TOPK_SLOTS, cdiv, power_of_2
+from .launch import aligned, check_device, kernel_args, launch, multiprocessors, tile_config
 from .tiles import keep_mask, kernel, qk_tile
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -52,20 +52,23 @@ def topk_kernel(VALUES, INDICES, split_columns,
     tl.store(INDICES + out, indices, mask=(rows < N)[:, None])
 
 
-def similarity_topk(q, k, temperature, n, mask):
+def similarity_topk(call, n):
     """Return (values (N, n) float32, columns (N, n) int64), largest first; see kernels.similarity_topk."""
-    check_device(q)
-    q, k, mask = aligned_operands(q, k, mask)
-    config = tile_config(q, mask)
+    if n > TOPK_SLOTS:
+        return blockwise.similarity_topk(call, n)
+    check_device(call.q)
+    call = aligned(call)
+    config = tile_config(call.q, call.mask)
     config |= dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)    # slots take registers
-    operands, rest = kernel_args(q, k, mask, temperature, config)
-    row_tiles, column_tiles = cdiv(q.shape[0], config["BLOCK_N"]), cdiv(k.shape[0], config["BLOCK_M"])
-    splits = min(column_tiles, cdiv(2 * multiprocessors(q), row_tiles))
+    operands, rest = kernel_args(call, config)
+    rows, columns, device = len(call.q), len(call.keys), call.q.device
+    row_tiles, column_tiles = cdiv(rows, config["BLOCK_N"]), cdiv(columns, config["BLOCK_M"])
+    splits = min(column_tiles, cdiv(2 * multiprocessors(call.q), row_tiles))
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
-    splits, slots = cdiv(k.shape[0], split_columns), next_power_of_2(max(n, 2))
-    values = torch.empty(q.shape[0], splits * slots, dtype=torch.float32, device=q.device)
-    indices = torch.empty(q.shape[0], splits * slots, dtype=torch.int32, device=q.device)
-    topk_kernel[row_tiles, splits](values, indices, split_columns, *operands, SLOTS=slots, **rest)
+    splits, slots = cdiv(columns, split_columns), power_of_2(max(n, 2))
+    values = torch.empty(rows, splits * slots, dtype=torch.float32, device=device)
+    indices = torch.empty(rows, splits * slots, dtype=torch.int32, device=device)
+    launch(topk_kernel, (row_tiles, splits), values, indices, split_columns, *operands, SLOTS=slots, **rest)
     values, order = values.topk(n, 1)
     nan, infinite = values == torch.inf, values == LARGEST.value
     values = values.masked_fill_(infinite, torch.inf).masked_fill_(nan, torch.nan)

@@ -20,7 +20,6 @@ from kernels import (
     linear_cross_entropy,
     nt_xent,
     queue_loss,
-    replay,
     sigmoid_loss,
     similarity_lse,
     sup_con_loss,
@@ -166,9 +165,8 @@ def compare(f, q, k, temperature=0.07, impl="triton", units=16, floor=0.0):
 
 
 def patch_kernels(monkeypatch, settings):
-    """Set {name inside the package kernels: value} for one test, which replays no loss recorded before."""
+    """Set {name inside the package kernels: value} for one test."""
     for module in pkgutil.iter_modules(gpu.__path__):          # a later import would keep the new values
         importlib.import_module(f"kernels.gpu.{module.name}")
-    monkeypatch.setattr(replay, "PLANS", {})
     for name, value in settings.items():
         monkeypatch.setattr(f"kernels.{name}", value)

@@ -29,7 +29,7 @@ def dtype_of_products(impl, q_dtype, k_dtype, autocast):
 CASES = [(impl, *dtypes) for impl in ("eager", "blockwise", "triton") for dtypes in DTYPES
          if impl != "triton" or dtype_of_products(impl, *dtypes) in (F32, F16, *([BF16] if GPU else []))]
 CASES += [("triton, large D", F32, F32, F16), ("triton, large D", F32, F16, F16)]
-LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
+LARGE_D = {"gpu.heuristics.MAX_SMALL_D": 0}
 
 
 def check(f, q, k, autocast, exact_rows, tolerance, scale=1.0):

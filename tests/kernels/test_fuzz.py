@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from comparing import DEVICE, LOSSES, TRITON, compare, patch_kernels
 
-from kernels import heuristics, similarity_lse, similarity_topk
+from kernels import similarity_lse, similarity_topk
+from kernels.call import HAS_TRITON
 
 CASES = int(os.environ.get("TENCL_FUZZ", 60))
 DTYPES = {"blockwise": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
-          **({"triton": TRITON} if heuristics.HAS_TRITON else {})}
+          **({"triton": TRITON} if HAS_TRITON else {})}
 SMALLEST = [(1, 1, 1), (1, 7, 3), (6, 1, 8), (2, 2, 1)]        # N, M, D of the first cases
 
 
@@ -67,15 +68,13 @@ def draw(seed):
 
 def draw_settings(pick):
     """Return random settings that select the code paths of Triton and blockwise, as for patch_kernels."""
-    if not heuristics.HAS_TRITON or pick.random() < 0.3:
+    if not HAS_TRITON or pick.random() < 0.3:
         return {}
     size = pick.choice([128, 256, 2 ** 14])
-    # heuristics.FEW_ROWS comes last, because the other modules copy it when they are imported
-    return {"gpu.shift.FEW_ROWS": pick.choice([0, 1024]), "masks.FEW_ROWS": pick.choice([0, 1024]),
-            "gpu.launch.MAX_POINTER_WORK": pick.choice([0, 2 ** 33]),
+    return {"gpu.launch.MAX_POINTER_WORK": pick.choice([0, 2 ** 33]),
             "gpu.lse_forward.table_block_shape": lambda q, k, square: (size, size),
             "blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": pick.choice([3, 32]),
-            "heuristics.FEW_ROWS": 0, "heuristics.MAX_SMALL_D": pick.choice([0, 64, 256])}
+            "gpu.heuristics.MAX_SMALL_D": pick.choice([0, 64, 256])}
 
 
 @pytest.mark.parametrize("seed", range(CASES))

@@ -24,19 +24,18 @@ from comparing import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import blockwise, heuristics, info_nce, similarity_lse, similarity_topk
-from kernels.masks import column_ranges, make_mask
+from kernels import blockwise, info_nce, similarity_lse, similarity_topk
+from kernels.gpu import heuristics
+from kernels.masks import make_mask
 
 # ── Triton ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-LARGE_D = {"heuristics.MAX_SMALL_D": 0, "heuristics.FEW_ROWS": 0}
-SEPARATE_BACKWARD = LARGE_D | {"fused.fuses_backward": lambda *x: False}
-WITH_BOUND = {"masks.FEW_ROWS": 0, "gpu.shift.FEW_ROWS": 0}  # as for many rows: a bound, no row maxima
+LARGE_D = {"gpu.heuristics.MAX_SMALL_D": 0}
+SEPARATE_BACKWARD = LARGE_D | {"gpu.fuses_backward": lambda *x: False}
 ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}                # for the interpreter only
 LSE_IN_BLOCKS = {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
-ALL_IN_BLOCKS = LSE_IN_BLOCKS | {
-    "gpu.gradient_large_d.weight_block_shape": lambda q, k, square: (128, 128)}
+ALL_IN_BLOCKS = LSE_IN_BLOCKS | {"gpu.products.weight_block_shape": lambda q, k, square: (128, 128)}
 # {path that a shape or a GPU can select: (settings that force the path, losses that use it in float32, losses
 # that use it in half types)}. In float32 every D counts as large.
 CODE_PATHS = {
@@ -47,25 +46,21 @@ CODE_PATHS = {
     "temperature as a number": (
         {f"gpu.{module}.is_host_scalar": lambda number, x: True for module in ("launch", "sigmoid")},
         "info_nce clip_loss sigmoid_loss", "clip_loss queue_loss sigmoid_loss"),
-    "few rows": ({}, "gathered_clip_loss gathered_sup_con_loss", "pair gathered_sup_con_loss"),
+    "one block": ({}, "gathered_clip_loss gathered_sup_con_loss nt_xent ids",
+                  "clip_loss pair ids gathered_sup_con_loss"),
     "queue, a program for all columns": ({"gpu.launch.EMULATED_MULTIPROCESSORS": 0}, "", "queue_loss"),
-    "lse with bound": (WITH_BOUND, "clip_loss nt_xent ids", "clip_loss nt_xent ids"),
-    "lse in blocks": (LSE_IN_BLOCKS, "nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
-    "lse in blocks with bound": (LSE_IN_BLOCKS | WITH_BOUND, "clip_loss", "clip_loss self_similarity"),
-    "several tiles in a program": (ONE_MULTIPROCESSOR | LARGE_D | WITH_BOUND,
+    "lse in blocks": (LSE_IN_BLOCKS, "clip_loss nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
+    "several tiles in a program": (ONE_MULTIPROCESSOR | LARGE_D,
                                    "offset nt_xent linear sigmoid_loss", "info_nce clip_loss sigmoid_loss"),
     "large D": (LARGE_D, "", "info_nce offset clip_loss nt_xent gathered_nt_xent lse self_similarity ids"),
     "strips": (LARGE_D | STRIPS_OF_128,
-               "info_nce gathered_nt_xent linear ignoring", "info_nce offset gathered_nt_xent linear"),
-    "strips with bound": (WITH_BOUND | STRIPS_OF_128, "offset gathered_nt_xent linear ignoring", ""),
+               "info_nce offset gathered_nt_xent linear ignoring", "info_nce offset gathered_nt_xent linear"),
     "wide tiles": (LARGE_D | {"gpu.fused_forward_backward.MIN_WIDE_D": 0}, "", "offset linear"),
-    "separate backward": (SEPARATE_BACKWARD | WITH_BOUND, "offset gathered_nt_xent ignoring",
+    "separate backward": (SEPARATE_BACKWARD, "offset gathered_nt_xent ignoring",
                           "info_nce linear ignoring"),
     "separate backward in blocks": (SEPARATE_BACKWARD | ALL_IN_BLOCKS,
                                     "clip_loss nt_xent linear lse self_similarity ids sigmoid_loss",
-                                    "offset clip_loss nt_xent gathered_nt_xent sigmoid_loss"),
-    "separate backward in blocks with bound": (SEPARATE_BACKWARD | ALL_IN_BLOCKS | WITH_BOUND,
-                                               "clip_loss linear self_similarity", "clip_loss nt_xent")}
+                                    "offset clip_loss nt_xent gathered_nt_xent sigmoid_loss")}
 
 
 @pytest.mark.parametrize("path, dtype, loss", [
@@ -93,7 +88,7 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
     """Subtracting one bound from all logits works as long as no row's sum underflows. At τ = 0.01, exp2 of
     the logits would overflow without the bound. At τ = 0.003, most rows' sums underflow with the bound, and
     forward must compute these rows again, each with its own maximum."""
-    patch_kernels(monkeypatch, WITH_BOUND | (LARGE_D if large_d else {}))
+    patch_kernels(monkeypatch, LARGE_D if large_d else {})
     q, k = positive_pairs(40, 24, dtype)
     k = torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k)
     q[-1] *= 4                                                 # the bound must count the last rows of q and k
@@ -140,13 +135,13 @@ def as_tf32(x, half_a_step=0):
 
 @pytest.mark.skipif(GPU, reason="simulates a GPU in the interpreter")
 @pytest.mark.parametrize("loss, changes", [
-    ("info_nce", {}), ("info_nce", {"fused.fuses_backward": lambda *x: False}), ("clip_loss", WITH_BOUND)])
+    ("info_nce", {}), ("info_nce", {"gpu.fuses_backward": lambda *x: False}), ("clip_loss", {})])
 def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
     """Tensor cores truncate float32 operands to TF32. Our kernels round operands first, as cuBLAS does."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from kernels.gpu import gradient_large_d
-    multiply, add_product = InterpreterBuilder.create_dot, gradient_large_d.add_product
+    from kernels.gpu import products
+    multiply, add_product = InterpreterBuilder.create_dot, products.add_product
 
     def truncated(x):
         return TensorHandle(as_tf32(torch.from_numpy(x.data.copy())).numpy(), x.dtype)
@@ -155,7 +150,7 @@ def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
         assert torch.equal(as_tf32(a), a) and torch.equal(as_tf32(b), b)
         add_product(sums, a, b, overwrite)
 
-    modules = "gradient_large_d", "fused_forward_backward"
+    modules = "products", "fused_forward_backward"
     patch_kernels(monkeypatch, changes | {f"gpu.{name}.add_product": add_product_in_tf32 for name in modules})
     monkeypatch.setattr(InterpreterBuilder, "create_dot",
                         lambda self, a, b, *rest: multiply(self, truncated(a), truncated(b), *rest))
@@ -199,35 +194,6 @@ def test_strips_of_self_similarity_start_on_the_diagonal(name, monkeypatch):
     mask = make_mask(len(q), len(q), True, "pair")
     found = blockwise.logit_strips(q, q, torch.tensor(1.0), mask, triangle=True)
     assert sum(s.numel() for _, _, s in found) == sum((38 - i) * min(3, 38 - i) for i in range(0, 38, 3))
-
-
-@pytest.mark.parametrize("order", ["sorted", "only columns sorted", "only rows sorted"])
-@pytest.mark.parametrize("impl, dtype", [
-    ("blockwise", torch.float64), *itertools.product(["triton"], TRITON)], ids=str)
-def test_sorted_groups_skip_other_groups(impl, dtype, order, monkeypatch):
-    """For sorted groups, the work is proportional to the number of pairs within groups. The groups are hard
-    cases: a tile of rows has no columns, some columns have no rows, a group is larger than a strip, and row
-    127, the last of a strip, is the first of its group."""
-    patch_kernels(monkeypatch, STRIPS | WITH_BOUND | {"blockwise.STRIP_LOGITS": 32 * 100})
-    sizes, widths = torch.tensor([127, 10, 0, 90, 37]), torch.tensor([0, 40, 25, 130, 75])
-    groups = [torch.arange(5).repeat_interleave(counts) - 2 for counts in (sizes, widths)]
-    shuffled = {"only columns sorted": 0, "only rows sorted": 1}.get(order)
-    if shuffled is not None:
-        order_of_ids = torch.randperm(len(groups[shuffled]), generator=torch.Generator().manual_seed(7))
-        groups[shuffled] = groups[shuffled][order_of_ids]
-    groups = [groups[0].int().to(DEVICE), groups[1].to(DEVICE)]
-    (n, m), kept = map(len, groups), (sizes * widths).sum()
-    q, k = unit_rows(n, 24, dtype, 49), unit_rows(m, 24, dtype, 50)
-    compare(lambda q, k, t, impl: similarity_lse(q, k, t, within=groups, impl=impl), q, k, impl=impl)
-    mask = make_mask(n, m, False, within=groups)
-    if impl == "triton":                                       # a range of columns for each tile of 64 rows
-        total = 64 * column_ranges(mask, 64).diff().clamp(min=0).sum()
-        assert order == "only columns sorted" or (total < 2.5 * kept) == (order == "sorted")
-        return
-    strips = [s.shape for _, _, s in blockwise.logit_strips(q, k, torch.tensor(1.0), mask)]
-    assert sum(height for height, _ in strips) == n
-    total = sum(height * width for height, width in strips)
-    assert kept <= total < 2.5 * kept if order == "sorted" and not GPU else total == n * m
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,13 +1,13 @@
 """The losses with torch.compile, second derivatives and subsets of gradients. Other tests measure the memory
 of the papers' losses, or run the losses without Triton."""
+import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
-from comparing import DEVICE, LOSSES, both_impls, differentiate, every_impl, positive_pairs, unit_rows
+from comparing import DEVICE, GPU, LOSSES, both_impls, differentiate, every_impl, positive_pairs, unit_rows
 
-import kernels
 import vascl
 from dclr import dclr_loss, noise_negatives
 from ease import ease_loss
@@ -19,11 +19,15 @@ from simcse import simcse_loss
 # ── derivatives ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_impl
-@pytest.mark.parametrize("loss", ["info_nce", "sigmoid_loss"])
-def test_compile_breaks_the_graph_once(impl, loss):
-    """torch.compile breaks the graph at a fused loss, but not in eager. Results do not change."""
-    q, k, t = *(unit_rows(37, 8, torch.float32, seed) for seed in (24, 25)), torch.tensor(0.2, device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss, impl", [
+    *itertools.product(["nt_xent", "queue_loss", "linear", "sup_con_loss"], ["auto"]),
+    *itertools.product(["info_nce", "sigmoid_loss"], ["eager", "blockwise", "triton"])])
+def test_compile_breaks_the_graph_at_a_fused_loss(loss, impl, dtype):
+    """torch.compile breaks the graph at a fused loss, but not in eager, which auto selects for few logits."""
+    if impl == "triton" and dtype == torch.bfloat16 and not GPU:
+        pytest.skip("Triton's interpreter computes wrong products in bfloat16")
+    q, k, t = *(unit_rows(38, 8, dtype, seed) for seed in (24, 25)), torch.tensor(0.2, device=DEVICE)
     graphs = []
 
     def backend(graph, inputs):
@@ -31,24 +35,34 @@ def test_compile_breaks_the_graph_once(impl, loss):
         return graph.forward
 
     def f(q, k, t):
-        return getattr(kernels, loss)(2 * q, 2 * k, t, impl=impl).exp()
+        return LOSSES[loss](2 * q, 2 * k, t, impl).exp()
 
     torch.compiler.reset()
     compiled = torch.compile(f, backend=backend)
     for a, b in zip(differentiate(compiled, q, k, t), differentiate(f, q, k, t)):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert len(graphs) == (1 if impl == "eager" else 2)
+        torch.testing.assert_close(a, b, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-6)
+    assert (len(graphs) == 1) == (impl in ("auto", "eager"))
 
 
 @both_impls
 @pytest.mark.parametrize("loss", ["info_nce", "self_similarity", "sigmoid_loss", "queue_loss"])
-def test_only_eager_has_second_derivatives(impl, loss):
+def test_fused_losses_have_no_second_derivatives(impl, loss):
     q, k = (x.requires_grad_() for x in positive_pairs(12, 4, torch.float32))
-    f = lambda q, impl: LOSSES[loss](q, k, 0.1, impl).sum()
     with pytest.raises(RuntimeError, match="second derivatives need; use impl='eager'"):
-        torch.autograd.grad(f(q, impl), q, create_graph=True)
-    gradient, = torch.autograd.grad(f(q, "eager"), q, create_graph=True)
-    torch.autograd.grad(gradient.norm(), q)
+        torch.autograd.grad(LOSSES[loss](q, k, 0.1, impl).sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", ["info_nce", "nt_xent", "sigmoid_loss", "queue_loss", "sup_con_loss"])
+def test_eager_has_second_derivatives(loss, dtype):
+    def second_derivative(q, k):
+        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+        gradient, = torch.autograd.grad(LOSSES[loss](q, k, 0.5, "eager"), q, create_graph=True)
+        return torch.autograd.grad(gradient.norm(), q)[0].double()
+
+    q, k = positive_pairs(12, 4, dtype)
+    exact = second_derivative(q.double(), k.double())
+    assert (second_derivative(q, k) - exact).norm() < 8 * torch.finfo(dtype).eps * exact.norm()
 
 
 @every_impl

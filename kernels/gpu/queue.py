@@ -23,10 +23,11 @@ import functools
 
 import torch
 import triton.language as tl
-from triton import cdiv, next_power_of_2
 
+from .. import blockwise
+from .heuristics import MAX_QUEUE_D, cdiv, power_of_2
 from .launch import (
-    aligned_operands, check_device, contiguous_rows, kernel_args, multiprocessors, tile_config)
+    aligned, check_device, contiguous_rows, kernel_args, launch, multiprocessors, temperature_of, tile_config)
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, kernel, load_tile, log2e_over_tau, lse_minus_positive, softplus)
 
@@ -96,25 +97,28 @@ def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, lo
     tl.store(DK + place * D + d[None, :], -dloss_dlse * q, mask=inside)
 
 
-def queue_loss(q, k, queue, temperature, mask):
-    """Return float32 (mean loss, dq (N, D), dk (N, D)) for half types and D ≤ 256; k holds the positives."""
-    check_device(q)
-    aligned, features = aligned_operands(q, queue, mask), max(16, next_power_of_2(q.shape[1]))
+def queue_loss(call, queue, needs):
+    """Return float32 (mean loss, dq (N, D), dk (N, D), dτ); call.k holds the positives."""
+    if call.product_dtype.itemsize != 2 or call.q.shape[1] > MAX_QUEUE_D:      # there is no kernel
+        return blockwise.queue_loss(call, queue, needs)
+    check_device(call.q)
+    given = call.rounded
+    padded, features = aligned(given._replace(k=queue)), max(16, power_of_2(call.q.shape[1]))
     columns, warps = (128, 4) if features <= 128 else (32, 8)      # with a large D, o takes more registers
-    config = tile_config(q, mask) | dict(BLOCK_N=64, BLOCK_M=columns, BLOCK_D=features, num_warps=warps,
-                                         num_stages=2)
-    operands, rest = kernel_args(*aligned, temperature, config)
-    (n, d), m, padded_d = q.shape, queue.shape[0], aligned[0].shape[1]    # m: length of the queue
+    config = tile_config(padded.q, call.mask) | dict(
+        BLOCK_N=64, BLOCK_M=columns, BLOCK_D=features, num_warps=warps, num_stages=2)
+    operands, rest = kernel_args(padded, config)
+    (n, d), m, padded_d = call.q.shape, len(queue), padded.q.shape[1]     # m: length of the queue
     row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
-    at_once = multiprocessors(q) * 8 // warps
+    at_once = multiprocessors(queue) * 8 // warps
     splits = min(column_tiles, max(1, at_once // row_tiles))       # all run at once if row_tiles ≤ at_once
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
     splits = cdiv(m, split_columns)
-    new = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=queue.device)
     stats, o, loss, dq, dk = new(splits, 2, n), new(splits, n, padded_d), new(n), new(n, d), new(n, d)
-    queue_kernel[row_tiles, splits](stats, o, split_columns, *operands, **rest)
-    q, k = contiguous_rows(q), contiguous_rows(k)
-    merge_splits_kernel[cdiv(n, 16),](
-        loss, dq, dk, stats, o, q, k, operands[2], 1 / n, splits, n, padded_d, d, q.stride(0), k.stride(0),
-        BLOCK_N=16, BLOCK_D=config["BLOCK_D"], enable_fp_fusion=True)
-    return loss.sum(), dq, dk
+    launch(queue_kernel, (row_tiles, splits), stats, o, split_columns, *operands, **rest)
+    q, k = contiguous_rows(given.q), contiguous_rows(given.k)
+    launch(merge_splits_kernel, (cdiv(n, 16),),
+           loss, dq, dk, stats, o, q, k, temperature_of(padded), 1 / n, splits, n, padded_d, d, q.stride(0),
+           k.stride(0), BLOCK_N=16, BLOCK_D=config["BLOCK_D"], enable_fp_fusion=True)
+    return loss.sum(), dq, dk, blockwise.gradient_of_temperature(call, q.float(), dq, needs)
