@@ -1,9 +1,8 @@
 """Measure time, memory and error of the losses of this package and of other installed packages.
 
-    python -m kernels.benchmark                                    default losses and sizes for this device
+    python -m kernels.benchmark --json h200.json     default losses and sizes for this device; save results
+    python -m kernels.benchmark --from h200.json     show saved results; docs/plot_kernels.py plots them
     python -m kernels.benchmark --loss clip_loss --sizes 16384x16384x768 --impl eager blockwise
-    python -m kernels.benchmark --json h200.json                   also save the results
-    python -m kernels.benchmark --from h200.json --markdown --plot h200.png      show saved results
 
 A case is a loss, a size N x M x D (q is (N, D), k is (M, D)) and a kind of inputs (--set). For each case and
 implementation, the output has these columns:
@@ -22,7 +21,6 @@ import importlib.metadata
 import json
 import math
 import multiprocessing
-import os
 import platform
 import signal
 import sys
@@ -33,20 +31,18 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from kernels.figures import caption, in_mb, in_ms, largest_cases, plot
 
 TAU = 0.05
+LARGE = "16384x16384x768 65536x65536x768"
+SQUARE = f"256x256x768 1024x1024x768 4096x4096x768 {LARGE}"
 DEFAULT_SIZES = {                                              # on a CPU, only sizes with N·M ≤ 2^28
-    "nt_xent": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768 32768x32768x128",
-    "clip_loss": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768",
-    "info_nce": "256x256x768 1024x1024x768 4096x4096x768 16384x16384x768 65536x65536x768",
-    "queue_loss": "256x65536x128 4096x65536x128", "linear_cross_entropy": "8192x128256x4096",
-    "sigmoid_loss": "16384x16384x768 65536x65536x768", "sup_con_loss": "16384x16384x768 65536x65536x768"}
-OURS = ("triton", "blockwise", "auto")
+    "nt_xent": f"{SQUARE} 32768x32768x128", "clip_loss": SQUARE, "info_nce": SQUARE, "sigmoid_loss": LARGE,
+    "sup_con_loss": LARGE, "queue_loss": "256x65536x128 4096x65536x128",
+    "linear_cross_entropy": "8192x128256x4096"}
+OURS = ("auto", "triton", "blockwise")
 # implementation → name of its package on PyPI; "torch" is torch.nn.functional.linear_cross_entropy
 PEERS = {"torch": "torch", "memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy",
          "Liger": "liger-kernel", "siglip-kernel": "siglip-kernel"}
-IMPLS = ("eager", "compile", *OURS, *PEERS)
 # printed columns: title, key in the dict of a result, number format
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("MB", "extra_mb", ".4g"), ("error", "error", ".1e"))
@@ -55,39 +51,30 @@ COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "m
 # ── cases ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_inputs(loss, size, dtype, device, trained):
+def make_inputs(case, device):
     """Return q (N, D), k (M, D), targets (N,). For queue_loss, k is the queue followed by the N positives.
 
-    trained    True: row i of q is similar to row i of the last N rows of k. If these are the positives
-               (queue_loss, and for M = N info_nce, clip_loss, nt_xent), the loss is about 5e-3
+    case    dict of loss, size [N, M, D], set and dtype (names). In the set "trained", row i of q is similar
+            to row i of the last N rows of k. If these are the positives (queue_loss, and for M = N info_nce,
+            clip_loss, nt_xent), the loss is about 5e-3
     """
-    n, m, d = size
-
-    def seeded(seed):
-        return dict(device=device, generator=torch.Generator(device).manual_seed(seed))
-
-    q = F.normalize(torch.randn(n, d, **seeded(0)), dim=1)
-    k = F.normalize(torch.randn(m + n if loss == "queue_loss" else m, d, **seeded(1)), dim=1)
-    if trained:  # this cosine makes lse of M random logits − logit of the positive = log 5e-3: loss ≈ 5e-3
+    loss, (n, m, d), dtype = case["loss"], case["size"], getattr(torch, case["dtype"])
+    torch.manual_seed(0)
+    q = F.normalize(torch.randn(n, d, device=device), dim=1)
+    k = F.normalize(torch.randn(m + n if loss == "queue_loss" else m, d, device=device), dim=1)
+    if case["set"] == "trained":  # lse of M random logits − logit of the positive = log 5e-3, so loss ≈ 5e-3
         cosine = TAU * (math.log(m) + 1 / (2 * d * TAU ** 2) - math.log(5e-3))
         noise = k[-n:] - (k[-n:] * q).sum(1, keepdim=True) * q
         k[-n:] = cosine * q + (1 - cosine ** 2) ** 0.5 * F.normalize(noise, dim=1)
-    targets = torch.arange(n, device=device)
-    if loss == "linear_cross_entropy":
-        targets = torch.randint(m, (n,), **seeded(2))
+    targets = torch.arange(n, device=device) % m
     return q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(loss != "queue_loss"), targets
 
 
-def loss_function(loss, impl):
-    """Return the loss as a function (q, k, targets) → scalar; None if the implementation does not have it."""
-    if impl == "compile":
-        torch.compiler.reset()  # without this, torch.compile compiles no more than eight sizes
-        return torch.compile(our_loss(loss, "eager"), dynamic=False)
-    return our_loss(loss, impl) if impl in ("eager", *OURS) else peer_loss(loss, impl)
-
-
 def our_loss(loss, impl):
+    """Return a loss of this package as a function (q, k, targets) → scalar."""
     f = getattr(kernels, loss)
+    if impl == "compile":
+        return torch.compile(our_loss(loss, "eager"), dynamic=False)
     if loss == "linear_cross_entropy":
         return lambda q, k, targets: f(q, k, targets, impl=impl)
     if loss == "queue_loss":  # see make_inputs
@@ -103,7 +90,7 @@ def our_loss(loss, impl):
 
 
 def peer_loss(loss, impl):
-    """Return a function (q, k, targets) → loss of another package, or None if the package lacks the loss.
+    """Return a function (q, k, targets) → loss of another package. Raise NotImplementedError if it has none.
     For nt_xent, other packages count the similarity of a row to itself as a negative. So their nt_xent
     differs slightly from ours, but it needs the same number of dot products."""
     if impl == "siglip-kernel" and loss == "sigmoid_loss":
@@ -117,11 +104,9 @@ def peer_loss(loss, impl):
         if loss == "clip_loss":
             return lambda q, k, targets: symmetric(q, k)
         return lambda q, k, targets: symmetric(stack_views(q, k), stack_views(k, q))
-    if loss in ("queue_loss", "sigmoid_loss", "sup_con_loss"):
-        return None
+    if impl in ("siglip-kernel", "memeff") or loss in ("queue_loss", "sigmoid_loss", "sup_con_loss"):
+        raise NotImplementedError("does not have this loss")
     f = peer_cross_entropy(impl, 1.0 if loss == "linear_cross_entropy" else TAU)
-    if f is None:
-        return None
     if loss == "clip_loss":
         return lambda q, k, targets: (f(q, k, targets) + f(k, q, targets)) / 2
     if loss == "nt_xent":
@@ -130,7 +115,7 @@ def peer_loss(loss, impl):
 
 
 def peer_cross_entropy(impl, tau):
-    """Return another package's loss (q, k, targets) → cross entropy of the rows of q·kᵀ/τ, or None."""
+    """Return another package's loss (q, k, targets) → cross entropy of the rows of q·kᵀ/τ."""
     if impl == "torch":
         options = torch.nn.LinearCrossEntropyOptions()
         return lambda q, k, targets: F.linear_cross_entropy(q / tau, k, targets, options=options)
@@ -140,10 +125,8 @@ def peer_cross_entropy(impl, tau):
     if impl == "Inf-CL":
         from inf_cl import cal_flash_loss
         return lambda q, k, targets: cal_flash_loss(q, k, targets, 1 / tau, min(256, q.shape[1])).mean()
-    if impl == "Liger":
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-        return lambda q, k, targets: LigerFusedLinearCrossEntropyLoss()(k, q / tau, targets)
-    return None
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    return lambda q, k, targets: LigerFusedLinearCrossEntropyLoss()(k, q / tau, targets)
 
 
 def stack_views(q, k):
@@ -154,30 +137,25 @@ def stack_views(q, k):
 # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure(loss, size, dtype, impl, device, repeat, trained):
-    """Return the result of one implementation: {"ms": ..., "extra_mb": ..., ...}, or {"failed": reason}."""
-    f = loss_function(loss, impl)
-    if f is None:
-        return {"failed": "does not have this loss"}
-    q, k, targets = make_inputs(loss, size, dtype, device, trained)
+def measure(case, impl, device, repeat):
+    """Return the result of one implementation, a dict {"ms": ..., "extra_mb": ..., ...}."""
+    loss, size = case["loss"], case["size"]
+    f = peer_loss(loss, impl) if impl in PEERS else our_loss(loss, impl)
+    q, k, targets = make_inputs(case, device)
 
     def forward_backward():
         q.grad = k.grad = None
         f(q, k, targets).backward()
-
-    def forward():
-        with torch.no_grad():
-            f(q, k, targets)
 
     forward_backward()  # memory that is allocated only once, such as cuBLAS's workspace, is not counted
     q.grad = k.grad = None
     before = peak_memory_bytes(device, reset=True)
     forward_backward()
     row = {"extra_mb": (peak_memory_bytes(device) - before) / 2 ** 20}
-    row["forward_ms"], _, _ = time_ms(forward, device, repeat)
+    with torch.no_grad():
+        row["forward_ms"], _, _ = time_ms(lambda: f(q, k, targets), device, repeat)
     row["ms"], row["ms_20"], row["ms_80"] = time_ms(forward_backward, device, repeat)
-    is_same_loss = loss != "nt_xent" or impl not in PEERS
-    if is_same_loss and math.prod(size) <= 2 ** (42 if device == "cuda" else 38):
+    if (loss != "nt_xent" or impl not in PEERS) and math.prod(size) <= 2 ** (42 if device == "cuda" else 38):
         exact_q, exact_k = (x.detach().double().requires_grad_(x.requires_grad) for x in (q, k))
         our_loss(loss, "blockwise")(exact_q, exact_k, targets).backward()
         row["error"] = ((q.grad - exact_q.grad).norm() / exact_q.grad.norm()).item()
@@ -223,14 +201,13 @@ def measure_cases(sender, impl, cases, device, repeat):
     """Measure the cases of one implementation in this process, and send each result through a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: run_impl ends this process
     for case in cases:
-        trained, dtype = case["set"] == "trained", getattr(torch, case["dtype"])
+        torch.compiler.reset()  # without this, torch.compile compiles no more than eight sizes
         try:
-            row = measure(case["loss"], case["size"], dtype, impl, device, repeat, trained)
+            row = measure(case, impl, device, repeat)
         except Exception as error:
             row = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:100]}
         sender.send(row)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def run_impl(impl, cases, device, repeat, limit, report):
@@ -241,35 +218,26 @@ def run_impl(impl, cases, device, repeat, limit, report):
     process.start()
     sender.close()  # only the new process can send then, so the pipe closes when that process ends
     try:
-        results = received_results(process, receiver, limit)
         for case in cases:
-            row = next(results, {"failed": "not measured, because the process has ended"})
-            report({**case, "impl": impl, **row})
+            if not receiver.poll(limit):
+                report({**case, "impl": impl, "failed": f"takes over {limit} s; the rest is not measured"})
+                break
+            report({**case, "impl": impl, **receiver.recv()})
+    except EOFError:
+        process.join()
+        report({**case, "impl": impl, "failed": f"exit code {process.exitcode}; the rest is not measured"})
     finally:
         process.kill()
         process.join()
-
-
-def received_results(process, receiver, limit):
-    """Yield each result that a process sends. When no more results come, yield {"failed": the reason}."""
-    try:
-        while receiver.poll(limit):
-            yield receiver.recv()
-        yield {"failed": f"takes longer than {limit} s"}
-    except EOFError:
-        process.join()
-        yield {"failed": f"the process ended with exit code {process.exitcode}"}
 
 
 def run_cases(args, device):
     """Measure the cases that the flags select, print each result when it is known, and return all."""
     cases = []
     for loss in args.loss or DEFAULT_SIZES:
-        sizes = args.sizes or [parse_size(size) for size in DEFAULT_SIZES[loss].split()]
-        if device == "cpu" and not args.sizes:
-            sizes = [size for size in sizes if size[0] * size[1] <= 2 ** 28]
-        cases += [dict(loss=loss, size=size, set=inputs, dtype=args.dtype)
-                  for size in sizes for inputs in args.set]
+        defaults = map(parse_size, DEFAULT_SIZES[loss].split())
+        sizes = args.sizes or [x for x in defaults if device == "cuda" or x[0] * x[1] <= 2 ** 28]
+        cases += [dict(loss=loss, size=size, set=x, dtype=args.dtype) for size in sizes for x in args.set]
     cases.sort(key=lambda case: math.prod(case["size"]))
     result = {**describe_environment(device), "rows": []}
     print(*(f"{name} {value}" for name, value in result.items() if name != "rows"), sep="   ")
@@ -278,30 +246,31 @@ def run_cases(args, device):
     def report(row):
         result["rows"].append(row)
         if args.json:
-            save_result(result, args.json)
+            Path(args.json).write_text(json.dumps(result, indent=1))
         case = f"{row['loss']:21}{'x'.join(map(str, row['size'])):22}{row['set']:8}{row['impl']:14}"
         numbers = "".join(f"{format(row.get(key, math.nan), style):>11}" for _, key, style in COLUMNS)
         print(case + row.get("failed", numbers), flush=True)
 
-    impls = ["eager", "blockwise"]
+    impls = ["eager", "auto", "blockwise"]
     if device == "cuda":
         installed = [impl for impl, package in PEERS.items() if package in result]
-        impls = ["eager", "compile", "triton", *installed]
+        impls = ["eager", "compile", "auto", "triton", *installed]
+    x = torch.empty(0, dtype=getattr(torch, args.dtype), device=device)
     for impl in args.impl or impls:
-        run_impl(impl, cases, device, args.repeat, args.limit, report)
+        measured = cases
+        if not args.impl and impl in ("triton", "blockwise"):      # where auto is the same, measure only auto
+            measured = [case for case in cases if kernels.choose_impl("auto", x, *case["size"][:2]) != impl]
+        run_impl(impl, measured, device, args.repeat, args.limit, report)
     return result
 
 
-# ── report ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── report and command line ─────────────────────────────────────────────────────────────────────────────────
 
 
 def describe_environment(device):
     """Return a dict with the device, the versions of packages, the date and the command of this run."""
-    name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        name += ", Triton's interpreter (its times are meaningless)"
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu
     versions = {"python": platform.python_version(), "kernels": kernels.VERSION}
     for package in ("triton", *PEERS.values()):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -310,11 +279,35 @@ def describe_environment(device):
     return dict(device=name, **versions, date=time.strftime("%Y-%m-%d"), command=command)
 
 
-def rename(rows):
-    """Rename "compile" to "compiled" and the first of OURS with results to "ours"; drop the rest of OURS."""
-    ours = next((impl for impl in OURS if any(row["impl"] == impl and "ms" in row for row in rows)), None)
-    names = {"eager": "eager", "compile": "compiled", ours: "ours"} | dict(zip(PEERS, PEERS))
-    return [row | {"impl": names[row["impl"]]} for row in rows if row["impl"] in names]
+def name_ours(rows):
+    """Rename the first of OURS that was measured, usually "auto", to "ours"."""
+    measured = {row["impl"] for row in rows}
+    first = next((impl for impl in OURS if impl in measured), None)
+    return [row | {"impl": "ours"} if row["impl"] == first else row for row in rows]
+
+
+def caption(result):
+    """Return one line that says on which device, in which dtypes and when the results were measured."""
+    dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    return f"Forward + backward, {dtypes}: {result['device']}, torch {result['torch']}, {result['date']}"
+
+
+def in_ms(ms):
+    """Return a time in milliseconds as text with its unit."""
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+
+
+def in_mb(mb):
+    """Return a memory size in MB as text with its unit, which is GB from 1024 MB on."""
+    if mb >= 1024:
+        return f"{mb / 1024:.1f} GB"
+    return f"{mb:.0f} MB" if mb >= 10 else f"{mb:.2g} MB"
+
+
+def largest_cases(rows):
+    """Return only the results for the largest size N·M·D of each loss."""
+    largest = {row["loss"]: row["size"] for row in sorted(rows, key=lambda row: math.prod(row["size"]))}
+    return [row for row in rows if row["size"] == largest[row["loss"]]]
 
 
 def cell(row):
@@ -324,28 +317,25 @@ def cell(row):
     return in_ms(row["ms"]) + (f", {in_mb(row['extra_mb'])}" if "extra_mb" in row else "")
 
 
-def markdown(result):
-    """Return a markdown table of the largest case of each loss. It shows only the fastest other package."""
+def markdown(result, sizes):
+    """Return a markdown table of `sizes`, or of the largest size of each loss, with the fastest peer."""
+    rows = [row for row in name_ours(result["rows"]) if not sizes or row["size"] in sizes]
     cases = {}  # {case: {implementation: row}}
-    for row in largest_cases(result["rows"]):
+    for row in rows if sizes else largest_cases(rows):
         case = row["loss"], " × ".join(f"{x:,}" for x in row["size"]), row["set"]
         cases.setdefault(case, {})[row["impl"]] = row
-    lines = []
+    names, lines = ("eager", "compile", "ours", "triton", "blockwise"), []
     for case, rows in cases.items():
-        texts = [*case, *(cell(rows.get(name, {})) for name in ("eager", "compiled", "ours"))]
+        texts = [*case, *(cell(rows.get(name, {})) for name in names)]
         others = [row for name, row in rows.items() if name in PEERS and "ms" in row]
         best = min(others, key=lambda row: row["ms"], default={})
         texts.append(f"{best.get('impl', '')} {cell(best)}".strip())
         errors = (rows.get(name, {}).get("error") for name in ("eager", "ours"))
         lines.append([*texts, *("" if error is None else f"{error:.0e}" for error in errors)])
-    titles = ["loss", "N × M × D", "inputs", "eager", "compiled", "ours", "best other package",
-              "error of eager", "error of ours"]
+    titles = ["loss", "N × M × D", "inputs", *names, "best other package", "error of eager", "error of ours"]
     kept = [i for i in range(len(titles)) if any(line[i] not in ("", "random") for line in lines)]
     table = [titles, ["---"] * len(titles), *lines]
     return "\n".join([caption(result), "", *("| " + " | ".join(x[i] for i in kept) + " |" for x in table)])
-
-
-# ── command line ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parse_size(text):
@@ -354,27 +344,12 @@ def parse_size(text):
     return [n, m, d]
 
 
-def load_result(args):
-    """Return results that an earlier run saved by --json, but only those that the flags select."""
+def load_result(path):
+    """Return results that an earlier run saved by --json."""
     try:
-        with open(args.source) as file:
-            result = json.load(file)
-        rows = [row for row in result["rows"] if row["set"] in args.set
-                and (not args.loss or row["loss"] in args.loss)
-                and (not args.impl or row["impl"] in args.impl)
-                and (not args.sizes or row["size"] in args.sizes)]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        sys.exit(f"--from {args.source}: {error}; expected a file that --json wrote")
-    if not rows:
-        sys.exit(f"--from {args.source}: the flags select no result")
-    return {**result, "rows": rows}
-
-
-def save_result(result, path):
-    """Save results as JSON. If the process is killed during this, the file keeps its old content."""
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps(result, indent=1))
-    part.replace(path)
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path}: {error}; expected a file that --json wrote")
 
 
 def make_parser(device):
@@ -387,33 +362,24 @@ def make_parser(device):
         help="inputs: random unit vectors, or positive pairs as similar as after training; default random")
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"),
         default="bfloat16" if device == "cuda" else "float32", help="default on this device: %(default)s")
-    add("--impl", nargs="+", choices=IMPLS, metavar="IMPL",
-        help="of this package: eager (plain PyTorch), compile (eager with torch.compile), triton, blockwise, "
-             f"auto (what its losses choose by default); of other packages: {', '.join(PEERS)} (torch is "
-             "PyTorch's linear_cross_entropy); default on a GPU: eager, compile, triton and all installed "
-             "packages; on a CPU: eager and blockwise")
+    add("--impl", nargs="+", choices=("eager", "compile", *OURS, *PEERS), metavar="IMPL",
+        help=f"eager (plain PyTorch), compile (eager with torch.compile), {', '.join(OURS)}, or another "
+             f"package: {', '.join(PEERS)}. Default on a GPU: eager, compile, auto, installed packages, and "
+             "triton where auto selects eager; on a CPU: eager, auto, and blockwise where auto selects eager")
     add("--repeat", type=int, default=20, help="timed runs, or fewer if they take more than 10 s; default 20")
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")
-    add("--from", dest="source", metavar="FILE",
-        help="show results that --json saved; only --loss, --sizes, --set and --impl select some of them")
-    add("--markdown", action="store_true", help="print a markdown table of the largest size of each loss")
-    add("--plot", metavar="FILE", help="plot the first --set: time and memory against N; needs matplotlib")
+    add("--from", dest="source", metavar="FILE", help="only print the table of a file that --json wrote")
+    add("--markdown", action="store_true", help="print a table of --sizes, or of each loss's largest size")
     return parser
 
 
 def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = make_parser(device).parse_args(argv)
-    for path in filter(None, (args.json, args.plot)):  # fail before the measuring, which may take hours
-        if not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
-            sys.exit(f"{path}: its folder does not exist or is not writable")
-    result = load_result(args) if args.source else run_cases(args, device)
-    result["rows"] = rename(result["rows"])
-    if args.markdown or args.source and not args.plot:
-        print(markdown(result))
-    if args.plot:
-        plot(result, args.plot)
+    result = load_result(args.source) if args.source else run_cases(args, device)
+    if args.source or args.markdown:
+        print(markdown(result, args.sizes))
 
 
 if __name__ == "__main__":

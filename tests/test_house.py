@@ -10,23 +10,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS, KERNELS, CORE = sorted(ROOT.glob("*.py")), ROOT / "kernels", ROOT / "kernels" / "training"
 TOOLS = [CORE / f"{name}.py" for name in ("plot", "equal_texts")]
-BENCHMARK = [KERNELS / "benchmark.py", KERNELS / "figures.py"]
+BENCHMARK, PLOT = KERNELS / "benchmark.py", ROOT / "docs" / "plot_kernels.py"
 PAPERS = [*(CORE / "papers").glob("*.py"), *TOOLS]
 TRAINING = [file for file in CORE.rglob("*.py") if file not in PAPERS]
 MORE = sorted((ROOT / "docs" / "more").glob("*.py"))           # further papers
 ALL_SCRIPTS = [*SCRIPTS, *(file for file in MORE if "def make_parser" in file.read_text("utf-8"))]
-CODE = [*SCRIPTS, *MORE, *sorted(KERNELS.rglob("*.py"))]
+CODE = [*SCRIPTS, *MORE, PLOT, *sorted(KERNELS.rglob("*.py"))]
 # {part: (its files, limit on the sum of their lines, goal for this sum)}. A limit may only fall.
 LENGTHS = {**{file.name: ([file], 440, 440) for file in SCRIPTS}, "the ten scripts": (SCRIPTS, 3_400, 3_400),
            "simcse.py": ([ROOT / "simcse.py"], 215, 215), "README.md": ([ROOT / "README.md"], 130, 130),
-           "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), *BENCHMARK}, 4_481, 3_600),
-           "benchmark and figures": (BENCHMARK, 536, 350), "further papers": (MORE, 1_842, 1_500),
+           "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), BENCHMARK}, 4_481, 3_600),
+           "benchmark": ([BENCHMARK], 390, 390), "further papers": (MORE, 1_842, 1_500),
            "training, papers and tools": ([*TRAINING, *PAPERS], 5_742, 5_200),
            "tests": (list((ROOT / "tests").rglob("*.py")), 9_000, 9_000)}
 T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training.images"
 # {folder: folders from which its modules may import, beside the folder itself}; "": the folder of the scripts
 MAY_IMPORT = {"kernels.gpu": {"leaf"}, "kernels": {"kernels.gpu"}, T: {"kernels"}, TEXT: {"kernels", T},
-              IMAGES: {"kernels", T}, f"{T}.papers": {"kernels", T, TEXT, IMAGES}}
+              IMAGES: {"kernels", T}, f"{T}.papers": {"kernels", T, TEXT, IMAGES}, "docs": {"kernels", T}}
 MAY_IMPORT[""] = MAY_IMPORT["docs.more"] = {*MAY_IMPORT[f"{T}.papers"], f"{T}.papers", "docs.more"}
 LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}             # kernels.gpu may import these
 

@@ -23,7 +23,7 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 FIDELITY, OTHERS = ROOT / "docs/fidelity.md", ROOT / "docs/others.md"
 DOCUMENTS = [README, CONTRIBUTING, *sorted(ROOT.glob("docs/*.md"))]
 PYTHON = r"(?:\S*python3? (?:-m )?|torchrun (?:--\S+ \d+ )*)"
-PROGRAM = re.compile(PYTHON + r"(?:docs/more/)?(kernels[\w.]+|\w+(?=\.py ))(?:\.py)? (.*)")
+PROGRAM = re.compile(PYTHON + r"(?:docs/(?:more/)?)?(kernels[\w.]+|\w+(?=\.py ))(?:\.py)? (.*)")
 
 
 def read(path):
@@ -62,7 +62,7 @@ def test_command_parses(program, flags, monkeypatch):
 def test_table_has_every_script():
     scripts = {path.stem for path in ROOT.glob("*.py")}
     assert set(re.findall(r"^\| `(\w+)\.py` .*`python \1\.py ", read(README)[0], re.M)) == scripts
-    of_kernels = {"kernels.benchmark", "kernels.training.plot"}
+    of_kernels = {"kernels.benchmark", "kernels.training.plot", "plot_kernels"}
     more = {path.stem for path in (ROOT / "docs" / "more").glob("*.py")} - {"cil_bags", "finetune_detectors"}
     assert {program for program, _ in COMMANDS} == scripts | of_kernels | more
 

@@ -18,5 +18,5 @@ text/       sentences: tokens, encoders, checkpoints, masked language models, ev
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
 papers/     modules for one paper each; a file name begins with the name of the paper's script
 
-Others: plot (figures), equal_texts (--ignore-equal)
+Others: plot (draws runs), equal_texts (--ignore-equal)
 """

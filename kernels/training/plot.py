@@ -4,47 +4,42 @@
     python -m kernels.training.plot out/first --save first.png
     python -m kernels.training.plot out/first out/vascl out/dclr --save three.png    one line per folder
 
-RUN is the output folder of a run, which may still be in progress. The program reads metrics.jsonl and
-args.json in RUN. Further panels:
+RUN is the output folder of a run, which may still be in progress. Further panels:
 
     alignment and uniformity (Wang and Isola)    runs of scripts for sentences with --dev
     similarity of a sentence's tokens, by layer  runs of tacl
     precision against recall, best checkpoint    runs of docs/more/cil.py
 
 Each run is a line. Runs whose folder names differ only in a number at the end share a colour and an entry
-in the legend: for out/D-42 and out/D-43, the entry is D.
-This command needs matplotlib. python -m kernels.benchmark --plot plots the time and memory of the kernels.
+in the legend: for out/D-42 and out/D-43, the entry is D. This command needs matplotlib.
 """
 import argparse
 import json
 import re
 from pathlib import Path
 
-from kernels.figures import new_figure, save_figure
-
 from .errors import command, fail
 
 # Axis labels of dev scores. For a run without --metric, plot the first of these scores that the run logged.
 METRIC_LABELS = {"spearman": "dev Spearman · 100", "knn": "dev kNN, %", "top1": "dev top-1, %",
                  "hits": "held-out hits, %", "accuracy": "dev accuracy, %", "f1": "dev F1 · 100",
-                 "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100",
-                 "auc": "dev AUC · 100"}
+                 "matthews": "dev Matthews · 100", "pearson": "dev Pearson · 100", "auc": "dev AUC · 100"}
 
 
 def read_run(folder):
-    """Read (metric, rows) from the folder of a run.
-
-    metric   the run's --metric, from args.json, or None
-    rows     the rows of metrics.jsonl; a row of step 0 was measured before training and has no loss
-    """
-    try:
-        lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        metric = json.loads(Path(folder, "args.json").read_text(encoding="utf-8")).get("metric")
-    except OSError as error:
-        fail(f"{error.filename}: {error.strerror}; expected the --out folder of a run")
+    """Return (axis label of the dev score, rows of metrics.jsonl) of a run. A row of step 0 was measured
+    before training and has no loss. The dev score to plot is copied to the key "score"."""
+    lines = Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metric = json.loads(Path(folder, "args.json").read_text(encoding="utf-8")).get("metric")
     if not lines:
         fail(f"{folder}/metrics.jsonl: empty; the run has reported no step yet")
-    return metric, [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in lines]
+    candidates = [metric] if metric else METRIC_LABELS
+    score = next((key for key in candidates if values_of(rows, f"dev_{key}")), None)
+    for row in rows:
+        if f"dev_{score}" in row:
+            row["score"] = row[f"dev_{score}"]
+    return METRIC_LABELS.get(score, f"dev {score}"), rows
 
 
 def label_runs(folders):
@@ -64,44 +59,29 @@ def values_of(rows, *keys):
     return [list(column) for column in zip(*found)]
 
 
-def score_of(metric, rows):
-    """Return the name of the dev score to plot for a run, or None if the run has no dev score."""
-    candidates = [metric] if metric else METRIC_LABELS
-    return next((key for key in candidates if values_of(rows, f"dev_{key}")), None)
-
-
-# Each draw_ function adds one run to an axis.
-
-
-def draw_loss(axis, label, metric, rows, colour):
+def draw_loss(axis, label, score_label, rows, colour):
     axis.plot(*values_of(rows, "step", "loss"), color=colour, label=label)
     axis.set(xlabel="step", ylabel="training loss")
 
 
-def draw_score(axis, label, metric, rows, colour):
+def draw_score(axis, label, score_label, rows, colour):
     """Draw the dev score. The axis label lists the metrics of all runs that were drawn on this axis."""
-    score = score_of(metric, rows)
-    axis.plot(*values_of(rows, "step", f"dev_{score}"), "o-", markersize=3, color=colour, label=label)
-    listed = [x for x in axis.get_ylabel().split(" or ") if x]
-    listed.append(METRIC_LABELS.get(score, f"dev {score}"))
+    axis.plot(*values_of(rows, "step", "score"), "o-", markersize=3, color=colour, label=label)
+    listed = [x for x in axis.get_ylabel().split(" or ") if x] + [score_label]
     axis.set(xlabel="step", ylabel=" or ".join(dict.fromkeys(listed)))
 
 
-def draw_alignment_uniformity(axis, label, metric, rows, colour):
-    """Draw the path of a run from a hollow marker (start) to a large marker (end). The middle and the end are
-    labelled with their steps."""
+def draw_alignment_uniformity(axis, label, score_label, rows, colour):
+    """Draw the path of a run from a hollow marker (start) to a large marker (end, labelled with its step)."""
     steps, x, y = values_of(rows, "step", "dev_uniformity", "dev_alignment")
     axis.plot(x, y, "o-", markersize=2.5, linewidth=1, color=colour, label=label)
     axis.plot(x[0], y[0], "o", color=colour, markerfacecolor="white")
     axis.plot(x[-1], y[-1], "o", markersize=8, color=colour)
-    for i in sorted({0, len(steps) // 2, len(steps) - 1}):
-        if i or not axis.texts:            # runs often share their first point: label it only once
-            text = f"step {steps[i]}" if i == 0 else steps[i]
-            axis.annotate(text, (x[i], y[i]), (5, 5), textcoords="offset points", fontsize=8, color=colour)
+    axis.annotate(f"step {steps[-1]}", (x[-1], y[-1]), (5, 5), textcoords="offset points", color=colour)
     axis.set(xlabel="uniformity (lower is better)", ylabel="alignment (lower is better)")
 
 
-def draw_token_similarity(axis, label, metric, rows, colour):
+def draw_token_similarity(axis, label, score_label, rows, colour):
     layers, = values_of(rows, "dev_similarity")
     if "dev_similarity" in rows[0] and rows[0]["step"] == 0:
         axis.plot(layers[0], "o--", markersize=3, color=colour)
@@ -111,7 +91,7 @@ def draw_token_similarity(axis, label, metric, rows, colour):
     axis.xaxis.get_major_locator().set_params(integer=True)
 
 
-def draw_precision_recall(axis, label, metric, rows, colour):
+def draw_precision_recall(axis, label, score_label, rows, colour):
     """Draw precision at each percent of recall, for the checkpoint with the largest area under this curve."""
     curves, areas = values_of(rows, "dev_curve", "dev_auc")
     curve = curves[areas.index(max(areas))]
@@ -119,18 +99,39 @@ def draw_precision_recall(axis, label, metric, rows, colour):
     axis.set(xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02))
 
 
-# (function that draws a panel, function of (metric, rows) that is true if the run has data for it)
-PANELS = ((draw_loss, lambda metric, rows: values_of(rows, "loss")), (draw_score, score_of),
-          (draw_alignment_uniformity,
-           lambda metric, rows: values_of(rows, "dev_alignment", "dev_uniformity")),
-          (draw_token_similarity, lambda metric, rows: values_of(rows, "dev_similarity")),
-          (draw_precision_recall, lambda metric, rows: values_of(rows, "dev_curve", "dev_auc")))
+# {function that adds one run to a panel: keys of the data that a run needs for it}
+PANELS = {draw_loss: ["loss"], draw_score: ["score"],
+          draw_alignment_uniformity: ["dev_alignment", "dev_uniformity"],
+          draw_token_similarity: ["dev_similarity"], draw_precision_recall: ["dev_curve", "dev_auc"]}
+
+
+def new_figure(rows, columns, width, height, **shared):
+    """Return (figure, array (rows, columns) of axes). width and height of an axis are in inches; `shared` are
+    arguments of matplotlib's subplots."""
+    try:
+        from matplotlib.figure import Figure  # unlike pyplot, Figure opens no window
+    except ImportError:
+        fail("plots need the package matplotlib; run pip install matplotlib")
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **shared)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="0.9", linewidth=0.6)
+    return figure, axes
+
+
+def save_figure(figure, path):
+    """Save a figure to a file; its extension selects the format."""
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # matplotlib does not know the extension
+        fail(f"{path}: {error}")
 
 
 def draw(runs, path):
     """Draw a row of panels under one legend, and save it. Panels for which no run has data are left out."""
     labels = list(dict.fromkeys(label for label, _, _ in runs))
-    panels = [(panel, [run for run in runs if has_data(*run[1:])]) for panel, has_data in PANELS]
+    panels = [(panel, [run for run in runs if values_of(run[2], *keys)]) for panel, keys in PANELS.items()]
     panels = [(panel, found) for panel, found in panels if found]
     figure, axes = new_figure(1, len(panels), 4, 3.4)
     for axis, (panel, found) in zip(axes[0], panels):
@@ -147,8 +148,7 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = fail                                        # print a message without the usage text
     parser.add_argument("out", nargs="+", metavar="RUN", help="output folders (--out) of the runs to plot")
-    parser.add_argument("--save", required=True, metavar="FILE",
-                        help="image file to write: .png, .svg or .pdf")
+    parser.add_argument("--save", required=True, metavar="FILE", help="image to write: .png, .svg or .pdf")
     args = parser.parse_args(argv)
     draw([(label, *read_run(folder)) for label, folder in zip(label_runs(args.out), args.out)], args.save)
 

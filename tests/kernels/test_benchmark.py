@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import plot_kernels
 from kernels import benchmark
 
 
@@ -18,29 +19,29 @@ def surroundings(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
 
 
-def measure(loss, impl):
-    return benchmark.measure(loss, [32, 32, 8], torch.float32, impl, "cpu", repeat=1, trained=False)
+def case(loss, size=(32, 32, 8), inputs="random"):
+    return dict(loss=loss, size=size, set=inputs, dtype="float32")
 
 
 def test_results_are_printed_saved_and_shown(tmp_path, capsys):
-    """The results of two implementations, each measured in a new process."""
-    flags = "--loss info_nce --sizes 64x64x32 --impl eager blockwise --repeat 3 --set trained --markdown"
+    """The default implementations, each in a new process. For 1024 x 1024 logits, auto is blockwise."""
+    flags = "--loss info_nce --sizes 64x64x32 1024x1024x32 --repeat 3 --set trained --markdown"
     benchmark.main([*flags.split(), "--json", str(tmp_path / "rows.json")])
     output, saved = capsys.readouterr().out, json.loads((tmp_path / "rows.json").read_text())
-    assert saved["device"] and [row["impl"] for row in saved["rows"]] == ["eager", "blockwise"]
+    assert [row["impl"] for row in saved["rows"]] == ["eager", "eager", "auto", "auto", "blockwise"]
     for row in saved["rows"]:
         assert row["error"] < 1e-2 and row["forward_ms"] > 0 and 0 < row["ms_20"] <= row["ms"] <= row["ms_80"]
-    assert len(re.findall("info_nce +64x64x32 +trained +(?:eager|blockwise) ", output)) == 2
-    assert "| loss | N × M × D | inputs | eager | ours | error of eager | error of ours |\n" in output
+    assert len(re.findall("info_nce +64x64x32 +trained +(?:eager|auto|blockwise) ", output)) == 3
+    assert "| loss | N × M × D | inputs | eager | ours | blockwise | error of eager | error" in output
 
 
 def test_inputs_and_losses():
     """Each loss of the package can be measured. The value of info_nce on trained inputs is about 5e-3."""
     for loss in benchmark.DEFAULT_SIZES:
         for impl in ("eager", "blockwise", "auto"):
-            row = measure(loss, impl)
+            row = benchmark.measure(case(loss), impl, "cpu", repeat=1)
             assert row["error"] < 1e-3 and row["ms"] > 0
-    q, k, targets = benchmark.make_inputs("info_nce", (512, 512, 768), torch.float32, "cpu", trained=True)
+    q, k, targets = benchmark.make_inputs(case("info_nce", (512, 512, 768), "trained"), "cpu")
     assert 1e-3 < benchmark.our_loss("info_nce", "eager")(q, k, targets).item() < 2e-2
 
 
@@ -69,11 +70,10 @@ def test_peers_are_called_correctly(monkeypatch):
             "liger_kernel": {}, "liger_kernel.transformers": dict(LigerFusedLinearCrossEntropyLoss=liger),
     }.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
-    peers = {"info_nce": 4, "linear_cross_entropy": 4, "clip_loss": 5, "nt_xent": 5, "sigmoid_loss": 1,
-             "queue_loss": 0, "sup_con_loss": 0}
-    for loss, number in peers.items():
-        rows = [row for row in (measure(loss, impl) for impl in benchmark.PEERS) if "ms" in row]
-        assert len(rows) == number
+    shared = ["torch", "Inf-CL", "CCE", "Liger"]
+    for loss, impls in {"info_nce": shared, "linear_cross_entropy": shared, "clip_loss": ["memeff", *shared],
+                        "nt_xent": ["memeff", *shared], "sigmoid_loss": ["siglip-kernel"]}.items():
+        rows = [benchmark.measure(case(loss), impl, "cpu", repeat=1) for impl in impls]
         assert all(row["error"] < 1e-3 for row in rows if loss != "nt_xent")   # peers' nt_xent differs
 
 
@@ -85,5 +85,5 @@ def test_table_in_readme_is_what_its_command_prints(capsys):
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    benchmark.main(["--from", "docs/h200.json", "--loss", "nt_xent", "--plot", str(tmp_path / "a.png")])
+    plot_kernels.main(["docs/h200.json", str(tmp_path / "a.png"), "--loss", "nt_xent"])
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
