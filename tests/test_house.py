@@ -28,7 +28,7 @@ T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training
 MAY_IMPORT = {"kernels.gpu": {"leaf"}, "kernels": {"kernels.gpu"}, T: {"kernels"}, TEXT: {"kernels", T},
               IMAGES: {"kernels", T}, f"{T}.papers": {"kernels", T, TEXT, IMAGES}, "docs": {"kernels", T}}
 MAY_IMPORT[""] = MAY_IMPORT["docs.more"] = {*MAY_IMPORT[f"{T}.papers"], f"{T}.papers", "docs.more"}
-LEAVES = {"kernels.heuristics", "kernels.masks", "kernels.replay"}             # kernels.gpu may import these
+LEAVES = {"kernels.blockwise", "kernels.masks"}                # kernels.gpu may import these
 
 
 def functions(file):

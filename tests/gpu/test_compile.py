@@ -31,13 +31,13 @@ DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("
 # or the shared memory of some GPU}. Each kernel has at least one launch.
 TIGHT = {
     ("bfloat16", "high", "number"): ["forward 128 two sides", "forward 128 two sides, few", "queue 128",
-                                     "small d 768 one side", "large d 256 two sides", "fused 256 targets",
+                                     "small d 128 one side", "large d 256 two sides", "fused 256 targets",
                                      "fused 256 targets, wide", "large d 256 self-similarity",
-                                     "fused 256 one side"],
+                                     "fused 256 one side", "small d 128 two sides, pointers"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal", "queue 256",
                                      "forward 128 gathered pairs", "small d 128 self-similarity",
-                                     "small d 256 within", "sigmoid 256", "large d 256 lse ids"],
-    ("bfloat16", "highest", "number"): ["small d 256 all", "top 64 of 256 all"],
+                                     "small d 128 within", "sigmoid 256", "large d 256 lse ids"],
+    ("bfloat16", "highest", "number"): ["small d 128 all", "top 64 of 256 all"],
     ("float32", "high", "number"): ["sigmoid 256"],
     ("float32", "high", "tensor"): ["forward 256 one side", "fused 256 one side"],
     ("float32", "highest", "number"): ["top 64 of 256 within", "sigmoid 256"],
@@ -53,28 +53,24 @@ def launches(name, precision, scalars):
     """
     import torch
 
-    from kernels import heuristics
-    from kernels.gpu import (
-        fused_forward_backward,
-        gradient,
-        launch,
-        lse_forward,
-        queue_loss,
-        shift,
-        sigmoid,
-        topk,
-    )
-    from kernels.masks import make_mask
+    from kernels import call as calls
+    from kernels.gpu import fused_forward_backward as fused
+    from kernels.gpu import gradient, heuristics, launch, lse_forward, queue, shift, sigmoid, topk
+    from kernels.masks import Mask, make_mask
 
     def gradients(small_d, *arguments):
         """Launch the gradient kernels for a small D or for a large D, whatever D the rows have."""
-        gradient.is_small_d = lambda *x: small_d
+        gradient.is_small_d = lambda call: small_d
         gradient.gradients(*arguments)
 
     def with_value(module, name, value, f):
         """Call f() while module.name is `value`."""
         with mock.patch.object(module, name, value):
             f()
+
+    def call_of(q, k, mask):
+        """Return the Call of these rows and this mask."""
+        return calls.Call(q, k, t, mask, "triton", q.dtype)
 
     # replace is_host_scalar, which compares devices: in these tests all tensors are on the CPU
     launch.is_host_scalar = sigmoid.is_host_scalar = lambda scalar, x: scalar is number
@@ -83,71 +79,72 @@ def launches(name, precision, scalars):
     only_features = (name, precision) == ("bfloat16", "highest")  # precision affects only mask features
     one, number, tensor = (torch.ones(()) for _ in range(3))
     t, other_kind = (number, tensor) if scalars == "number" else (tensor, number)
-    needs, rows = (True, True, True), torch.ones(3, 512)
+    needs, none, side = (True, True, True), shift.SoftmaxSide(), shift.SoftmaxSide(*torch.ones(3, 512))
     ids, f = (torch.arange(300), torch.arange(500)), (torch.ones(300, 32), torch.ones(500, 32), 0.5)
     masks = {"none": {}, "diagonal": dict(exclude="diagonal"), "ids": dict(exclude=ids),
              "diagonal ids": dict(exclude=("diagonal", *ids)), "within": dict(within=ids),
              "similar": dict(exclude="diagonal", similar=f), "all": dict(exclude=ids, within=ids, similar=f)}
     for d in (64, 128, 256, 768):
         q, k, square = (torch.zeros(n, d, dtype=getattr(torch, name)) for n in (300, 500, 300))
+        scaling = [gradient.GradientScaling(one, 1.0, positives, q.dtype) for positives in (False, True)]
         for title, mask in masks.items():
             if only_features and "similar" not in mask:
                 continue
-            mask = make_mask(len(q), len(k), False, **mask)
-            one_sided = q, k, t, mask, rows, None, None, one, 1.0, *needs, q.dtype
+            call = call_of(q, k, make_mask(len(q), len(k), False, **mask))
+            one_sided = call, shift.Sides(side, none), scaling[0], needs
             if d in (128, 256):  # rows stay in shared memory if D = 128, but not if D = 256
-                yield f"forward {d} {title}", lambda: lse_forward.forward(q, k, t, mask)
+                yield f"forward {d} {title}", lambda: lse_forward.forward(call)
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, *one_sided)
-            if half:
+            if half and d <= heuristics.MAX_SMALL_D:
                 yield f"small d {d} {title}", lambda: gradients(True, *one_sided)
             for n in (2, 16, 64) if d == 256 and t is number else ():
-                yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(q, k, t, n, mask)
+                yield f"top {n} of {d} {title}", lambda: topk.similarity_topk(call, n)
         if only_features:
             continue
         if half and d <= heuristics.MAX_QUEUE_D:
-            no_mask = make_mask(len(q), len(k), False)
-            yield f"queue {d}", lambda: queue_loss.queue_loss(q, square, k, t, no_mask)
-        diagonal = make_mask(len(q), len(square), False, "diagonal")
-        pair = make_mask(len(q), len(q), True, "pair")
-        pair_of_ranks = pair._replace(offset=7)
-        targets = make_mask(len(q), len(square), False)._replace(exclude="target", row_ids=ids[0])
+            yield f"queue {d}", lambda: queue.queue_loss(call_of(q, square, Mask()), k, needs)
+        diagonal, pair = Mask("diagonal"), Mask("pair")
+        targets = Mask("target", ids[0])
         excluded = dict(none=None, diagonal="diagonal", pair="pair", ids=(ids[0], ids[0]))
         for title, exclude in excluded.items() if d != 64 or half else ():
-            symmetric = make_mask(len(q), len(q), True, exclude)
-            yield f"forward {d} lse {title}", lambda: lse_forward.forward(q, None, t, symmetric)
+            symmetric = call_of(q, None, make_mask(len(q), len(q), True, exclude))
+            yield f"forward {d} lse {title}", lambda: lse_forward.forward(symmetric)
             if title == "ids":                                 # sup_con_loss
-                of_ids = q, None, t, symmetric, rows, rows, one, one, 1.0, *needs, q.dtype
+                of_ids = symmetric, shift.Sides(side, side, one), scaling[0], needs
                 yield f"large d {d} lse ids", lambda: gradients(False, *of_ids)
-                if half:
+                if half and d <= heuristics.MAX_SMALL_D:
                     yield f"small d {d} lse ids", lambda: gradients(True, *of_ids)
         for title, bias in (("", t), (", other bias", other_kind)) if d == 256 else ():
-            pairs = q, square, t, bias, diagonal, *needs, True, q.dtype
+            pairs = call_of(q, square, diagonal), bias, (*needs, True)
             yield f"sigmoid {d}{title}", lambda: sigmoid.sigmoid_loss(*pairs)
         for title, other, mask, both, columns in (
-                ("one side", square, diagonal, False, None), ("targets", square, targets, False, None),
-                ("gathered pairs", k, pair_of_ranks, False, None),
-                ("two sides", square, diagonal, True, rows), ("self-similarity", None, pair, False, rows)):
+                ("one side", square, diagonal, False, none), ("targets", square, targets, False, none),
+                ("gathered pairs", k, Mask("pair", offset=7), False, none),
+                ("two sides", square, diagonal, True, side), ("self-similarity", None, pair, False, side)):
+            call = call_of(q, other, mask)
             if d != 64 or half:
                 weights = one if title == "targets" else None
-                forward = lambda: lse_forward.forward(q, other, t, mask, both, True, weights)
+                forward = lambda: lse_forward.forward(call, both, True, weights)
                 yield f"forward {d} {title}", forward
-                if title != "targets":
-                    yield f"forward {d} {title}, few", lambda: with_value(shift, "FEW_ROWS", 1024, forward)
-            if d == 256 and columns is None:
-                loss = q, other, t, mask, None, *needs, q.dtype
-                strips = lambda: fused_forward_backward.softmax_loss(*loss)
+                if columns is side:
+                    yield f"forward {d} {title}, few", lambda: with_value(
+                        heuristics, "SHIFT_LOGITS", 2 ** 26, forward)
+            if d == 256 and columns is none:
+                strips = lambda: fused.softmax_loss(call, False, None, needs)
                 yield f"fused {d} {title}", strips
-                wide = lambda: with_value(fused_forward_backward, "MIN_WIDE_D", 0, strips)
-                yield f"fused {d} {title}, wide", wide
-            softmax, after = (q, other, t, mask, rows, columns), (one, 1.0, *needs, q.dtype, True)
-            sides, few = (*softmax, None if columns is None else one, *after), (*softmax, None, *after)
+                yield f"fused {d} {title}, wide", lambda: with_value(fused, "MIN_WIDE_D", 0, strips)
+            sides = shift.Sides(side, columns, one if columns is side else None)
             if d == 256:
-                yield f"large d {d} {title}", lambda: gradients(False, *sides)
-            if half and title != "targets":
-                yield f"small d {d} {title}", lambda: gradients(True, *sides)
-                if columns is not None:
-                    yield f"small d {d} {title}, few", lambda: gradients(True, *few)
+                yield f"large d {d} {title}", lambda: gradients(False, call, sides, scaling[1], needs)
+            if half and title != "targets" and d <= heuristics.MAX_SMALL_D:
+                yield f"small d {d} {title}", lambda: gradients(True, call, sides, scaling[1], needs)
+                if columns is side:
+                    yield f"small d {d} {title}, pointers", lambda: with_value(
+                        launch, "MAX_POINTER_WORK", 2 ** 33,
+                        lambda: gradients(True, call, sides, scaling[1], needs))
+                    few = sides._replace(common_m=None)
+                    yield f"small d {d} {title}, few", lambda: gradients(True, call, few, scaling[1], needs)
 
 
 def all_kernels():
@@ -166,11 +163,10 @@ def table(chip, only=None):
     from compiling_driver import compiling_driver
     from triton.runtime import driver
 
-    from kernels import masks
-    from kernels.gpu import launch, shift
+    from kernels.gpu import heuristics, launch
     launch.INTERPRETED = True  # kernels then accept CPU tensors; nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
-    masks.FEW_ROWS = shift.FEW_ROWS = launch.MAX_POINTER_WORK = 0  # the kernels of many rows
+    heuristics.SHIFT_LOGITS = launch.MAX_POINTER_WORK = 0          # the kernels of many logits
     driver.set_active(compiling_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}

@@ -71,7 +71,8 @@ def draw_settings(pick):
     if not HAS_TRITON or pick.random() < 0.3:
         return {}
     size = pick.choice([128, 256, 2 ** 14])
-    return {"gpu.launch.MAX_POINTER_WORK": pick.choice([0, 2 ** 33]),
+    return {"gpu.heuristics.SHIFT_LOGITS": pick.choice([0, 2 ** 26]),
+            "gpu.launch.MAX_POINTER_WORK": pick.choice([0, 2 ** 33]),
             "gpu.lse_forward.table_block_shape": lambda q, k, square: (size, size),
             "blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": pick.choice([3, 32]),
             "gpu.heuristics.MAX_SMALL_D": pick.choice([0, 64, 256])}

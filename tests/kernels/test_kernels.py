@@ -32,6 +32,7 @@ from kernels.masks import make_mask
 
 LARGE_D = {"gpu.heuristics.MAX_SMALL_D": 0}
 SEPARATE_BACKWARD = LARGE_D | {"gpu.fuses_backward": lambda *x: False}
+WITH_BOUND = {"gpu.heuristics.SHIFT_LOGITS": 0}                # as for many logits: a bound, no row maxima
 ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}                # for the interpreter only
 LSE_IN_BLOCKS = {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
@@ -46,21 +47,25 @@ CODE_PATHS = {
     "temperature as a number": (
         {f"gpu.{module}.is_host_scalar": lambda number, x: True for module in ("launch", "sigmoid")},
         "info_nce clip_loss sigmoid_loss", "clip_loss queue_loss sigmoid_loss"),
-    "one block": ({}, "gathered_clip_loss gathered_sup_con_loss nt_xent ids",
-                  "clip_loss pair ids gathered_sup_con_loss"),
+    "without a bound": ({}, "gathered_clip_loss gathered_sup_con_loss", "pair gathered_sup_con_loss"),
     "queue, a program for all columns": ({"gpu.launch.EMULATED_MULTIPROCESSORS": 0}, "", "queue_loss"),
-    "lse in blocks": (LSE_IN_BLOCKS, "clip_loss nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
-    "several tiles in a program": (ONE_MULTIPROCESSOR | LARGE_D,
+    "lse with bound": (WITH_BOUND, "clip_loss nt_xent ids", "clip_loss nt_xent ids"),
+    "lse in blocks": (LSE_IN_BLOCKS, "nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
+    "lse in blocks with bound": (LSE_IN_BLOCKS | WITH_BOUND, "clip_loss", "clip_loss self_similarity"),
+    "several tiles in a program": (ONE_MULTIPROCESSOR | LARGE_D | WITH_BOUND,
                                    "offset nt_xent linear sigmoid_loss", "info_nce clip_loss sigmoid_loss"),
     "large D": (LARGE_D, "", "info_nce offset clip_loss nt_xent gathered_nt_xent lse self_similarity ids"),
     "strips": (LARGE_D | STRIPS_OF_128,
-               "info_nce offset gathered_nt_xent linear ignoring", "info_nce offset gathered_nt_xent linear"),
+               "info_nce gathered_nt_xent linear ignoring", "info_nce offset gathered_nt_xent linear"),
+    "strips with bound": (WITH_BOUND | STRIPS_OF_128, "offset gathered_nt_xent linear ignoring", ""),
     "wide tiles": (LARGE_D | {"gpu.fused_forward_backward.MIN_WIDE_D": 0}, "", "offset linear"),
-    "separate backward": (SEPARATE_BACKWARD, "offset gathered_nt_xent ignoring",
+    "separate backward": (SEPARATE_BACKWARD | WITH_BOUND, "offset gathered_nt_xent ignoring",
                           "info_nce linear ignoring"),
     "separate backward in blocks": (SEPARATE_BACKWARD | ALL_IN_BLOCKS,
                                     "clip_loss nt_xent linear lse self_similarity ids sigmoid_loss",
-                                    "offset clip_loss nt_xent gathered_nt_xent sigmoid_loss")}
+                                    "offset clip_loss nt_xent gathered_nt_xent sigmoid_loss"),
+    "separate backward in blocks with bound": (SEPARATE_BACKWARD | ALL_IN_BLOCKS | WITH_BOUND,
+                                               "clip_loss linear self_similarity", "clip_loss nt_xent")}
 
 
 @pytest.mark.parametrize("path, dtype, loss", [
@@ -88,7 +93,7 @@ def test_exponentials_beyond_the_range_of_float32(temperature, loss, impl, dtype
     """Subtracting one bound from all logits works as long as no row's sum underflows. At τ = 0.01, exp2 of
     the logits would overflow without the bound. At τ = 0.003, most rows' sums underflow with the bound, and
     forward must compute these rows again, each with its own maximum."""
-    patch_kernels(monkeypatch, LARGE_D if large_d else {})
+    patch_kernels(monkeypatch, WITH_BOUND | (LARGE_D if large_d else {}))
     q, k = positive_pairs(40, 24, dtype)
     k = torch.where(torch.arange(40, device=DEVICE)[:, None] % 3 == 0, -q, k)
     q[-1] *= 4                                                 # the bound must count the last rows of q and k
@@ -135,7 +140,7 @@ def as_tf32(x, half_a_step=0):
 
 @pytest.mark.skipif(GPU, reason="simulates a GPU in the interpreter")
 @pytest.mark.parametrize("loss, changes", [
-    ("info_nce", {}), ("info_nce", {"gpu.fuses_backward": lambda *x: False}), ("clip_loss", {})])
+    ("info_nce", {}), ("info_nce", {"gpu.fuses_backward": lambda *x: False}), ("clip_loss", WITH_BOUND)])
 def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
     """Tensor cores truncate float32 operands to TF32. Our kernels round operands first, as cuBLAS does."""
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -23,10 +23,12 @@ from kernels import (
 )
 
 # {name: (fused implementation, settings)}: blockwise with one strip (block of rows) or several; Triton with
-# its code paths for a small D and for a large D
+# its code paths for few logits, for many logits, and for a large D
+MANY_LOGITS = {"gpu.heuristics.SHIFT_LOGITS": 0}
 FUSED = {"one strip": ("blockwise", {}),
          "strips": ("blockwise", {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 3}),
-         "small D": ("triton", {}), "large D": ("triton", {"gpu.heuristics.MAX_SMALL_D": 0})}
+         "few logits": ("triton", {}), "many logits": ("triton", MANY_LOGITS),
+         "large D": ("triton", MANY_LOGITS | {"gpu.heuristics.MAX_SMALL_D": 0})}
 every_path = pytest.mark.parametrize("impl, settings", FUSED.values(), ids=FUSED)
 
 

@@ -32,11 +32,11 @@ def test_dtypes_of_products_and_gradients(name, flags, wanted, precision, impl, 
     documents.write_text("\n\n".join("\n".join(lines[i : i + 8]) for i in range(0, 80, 8)))
     paths = {"DOCUMENTS": documents, "GUIDE": bert, "IMAGES": few_images(tmp_path)}
     flags = [paths.get(flag, flag) for flag in flags]
-    found, impls, gradients, prepare = set(), set(), [], kernels.call.prepare
+    found, impls, gradients, make_call = set(), set(), [], kernels.call.make_call
 
-    def listen(*arguments, **named):
-        call = prepare(*arguments, **named)
-        impls.add(named["impl"])
+    def listen(*arguments):
+        call = make_call(*arguments)
+        impls.add(call.impl)
         for x in (call.q, call.k) if torch.is_grad_enabled() else ():
             if x is not None and x.requires_grad:
                 assert x.dtype == torch.float32
@@ -44,8 +44,7 @@ def test_dtypes_of_products_and_gradients(name, flags, wanted, precision, impl, 
                 x.register_hook(gradients.append)
         return call
 
-    for module in ("call", "losses"):
-        monkeypatch.setattr(f"kernels.{module}.prepare", listen)
+    monkeypatch.setattr("kernels.call.make_call", listen)
     run(name, tmp_path / "out", *flags, "--steps", 1, "--precision", precision, "--impl", impl)
     assert found == (wanted if precision == "bf16" else {torch.float32})
     assert impls == {impl} and gradients
