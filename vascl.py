@@ -270,11 +270,8 @@ def mean_distance_to_centroid(e):
 
 def check_common_arguments(e, head, neighbours, temperature, form, gather):
     """Check arguments of neighbourhood_loss and virtual_augmentation; raise ValueError for a wrong one."""
-    checks.check_callable("head", head)
     if gather is None:
         checks.check_index("neighbours", neighbours, len(e))
-    else:
-        checks.check_callable("gather", gather)
     checks.check_temperature(temperature, e.device)
     checks.check_choice("form", form, "paper", "code")
 

@@ -154,13 +154,12 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     normalize    True: first divide the rows of q and k (not of f_q and f_k) by their norms, in float32
                  (float64 for float64 rows). The dtype of the products stays the same. As in F.normalize, a
                  norm below 1e-12 counts as 1e-12: a zero row has cosine 0 with every row, and a gradient of
-                 about 1e12 (infinite in float16). A norm above 1.8e19 overflows, and the row becomes zero
+                 about 1e12. A norm above 1.8e19 overflows, and the row becomes zero
     impl         "auto" (see choose_impl) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64 rows), differentiable with respect to q, k and temperature.
                  A query for which all keys are left out gets -inf, with gradient 0
-    raises       RuntimeError for second derivatives (create_graph=True), forward mode and torch.func; only
-                 impl="eager" supports them. Except in "eager", torch.compile does not trace this function
-                 (graph break), so fullgraph=True fails
+    raises       RuntimeError, except in "eager", for second derivatives (create_graph=True), forward mode and
+                 torch.func. Except in "eager", torch.compile does not trace this function (graph break)
     precision    float32 products follow torch.get_float32_matmul_precision(). Half-type products are exact.
                  Sums are in float32. For logits of any size (in Triton up to 1e9), gradients are as accurate
                  as in "eager". A NaN query does not reach other queries' gradients. Under torch.autocast,

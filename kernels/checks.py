@@ -33,7 +33,6 @@ def check_rows(offset=0, /, **named):
         expected = shape_text(letters, sizes)
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: found {describe(x)}, expected a tensor {expected}")
-        check_dense(name, x)
         found = dict(zip(letters, x.shape))
         if x.dim() != len(letters) or any(sizes.get(letter, size) != size for letter, size in found.items()):
             raise ValueError(f"{name}: found {tuple(x.shape)}, expected {expected}")
@@ -84,13 +83,6 @@ def check_same_dtype(**rows):
             raise ValueError(f"{name}: found {x.dtype}, expected {z.dtype} like {first}")
 
 
-def check_dense(name, x):
-    """Raise ValueError if x is a sparse or a nested tensor."""
-    if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
-        found, advice = ("nested", ".unbind() and torch.cat") if x.is_nested else ("sparse", ".to_dense()")
-        raise ValueError(f"{name}: found a {found} tensor, expected a dense one; call {advice}")
-
-
 def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
     """Raise ValueError unless x is a number from minimum to maximum that float32 can hold.
 
@@ -100,7 +92,6 @@ def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
     """
     value = x
     if isinstance(x, Tensor) and device is not None:
-        check_dense(name, x)
         if x.dim() or x.dtype not in FLOATS:
             raise ValueError(f"{name}: found {x.dtype} of shape {tuple(x.shape)}, "
                              "expected a number or a 0-dim floating-point tensor")
@@ -147,12 +138,6 @@ def check_flag(name, x):
     """Raise ValueError if x is not True, False, 1 or 0; "no", which Python treats as true, raises too."""
     if x is not True and x is not False and not (is_integer(x) and x in (0, 1)):
         raise ValueError(f"{name}: {describe(x)}, expected True or False")
-
-
-def check_callable(name, x):
-    """Raise ValueError if x cannot be called."""
-    if not callable(x):
-        raise ValueError(f"{name}: found {describe(x)}, expected a function or a torch.nn.Module")
 
 
 def check_pair(name, x, contents):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from .checks import check_callable, describe, refuse_second_derivative
+from .checks import describe, refuse_second_derivative
 from .gather import cat_rows
 
 TRIM_SECONDS = 1               # least time between two calls of malloc_trim, which slows later allocations
@@ -45,7 +45,6 @@ def embed_in_chunks(embed, chunks, module):
              (create_graph=True); and for torch.autograd.grad, which does not fill .grad
     source   Gao et al. 2021, section 3.2
     """
-    check_callable("embed", embed)
     if isinstance(chunks, (torch.Tensor, str)) or hasattr(chunks, "shape") or not hasattr(chunks, "__iter__"):
         raise ValueError(f"chunks: found {describe(chunks)}, expected a list of what embed takes, such as "
                          "tensor.split(size)")

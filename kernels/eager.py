@@ -57,14 +57,9 @@ def multiply(a, b, dtype):
     return torch.mm(a.float(), b.float(), out=out).to(dtype)
 
 
-def is_half(call):
-    """Return whether q and k are multiplied in a half type."""
-    return call.product_dtype.itemsize == 2
-
-
 def logits_of(call):
     """Return the logits q·kᵀ/τ, (N, M), in float32 (float64 for float64 rows)."""
-    if is_half(call):
+    if call.product_dtype.itemsize == 2:
         return Product.apply(call.q, call.keys.T, call.product_dtype) / call.temperature
     return (call.q / call.temperature) @ call.keys.T
 
@@ -123,7 +118,8 @@ def softmax_loss(call, both=False, weights=None):
 def queue_loss(call, queue):
     """Return MoCo's cross entropy (algorithm 1): column 0 is the positive, other columns are the queue."""
     q, k = (round_forward(x, call.product_dtype).to(call.temperature.dtype) for x in (call.q, call.k))
-    negatives = Product.apply(call.q, queue.T, call.product_dtype) if is_half(call) else q @ queue.T
+    is_half = call.product_dtype.itemsize == 2
+    negatives = Product.apply(call.q, queue.T, call.product_dtype) if is_half else q @ queue.T
     logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], 1) / call.temperature
     return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long, device=q.device))
 

@@ -15,6 +15,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from .blockwise import add_rows
 from .checks import refuse_second_derivative
 from .eager import cast, round_forward
 from .masks import Mask
@@ -172,7 +173,7 @@ def sup_con_loss(call, views, labels, offset):
     q, k = (None if x is None else rounded_float32(x, call) for x in call[:2])
     call, own = call._replace(q=q, k=k), slice(offset, offset + len(q) // views)
     # number a label by its first position in the sorted labels; torch.unique would synchronise with the GPU
-    ordered, order = labels.sort(stable=True)
+    ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels, out_int32=True)
     count = torch.searchsorted(ordered, labels, right=True, out_int32=True) - number
     # a view leaves out the views with its own id: itself and, if it has one positive, this positive
@@ -180,15 +181,13 @@ def sup_con_loss(call, views, labels, offset):
     ids = torch.where((count * views == 2)[:, None], number[:, None], unique.view(-1, views))
     column_ids = ids.flatten()
     mask = Mask("none", column_ids if k is None else ids[own].flatten(), column_ids)
-    lengths = torch.zeros_like(order).scatter_(0, number.long(), count.long())
-
-    def label_sums(x):
-        """Return for each sample the sum of the rows of x (M, D) that belong to samples with its label."""
-        return torch.segment_reduce(x[order], "sum", lengths=lengths, unsafe=True)[number]
-
     rows, positives = q.unflatten(0, (-1, views)), (count * views - 1)[own, None]
     keys = rows if k is None else k.unflatten(0, (-1, views))
-    near = PositiveProducts.apply(rows, keys, own, label_sums) / (positives.clamp(min=1) * call.temperature)
+    sums = keys.new_zeros(len(labels), keys.shape[2])
+    add_rows(sums, number.long(), keys.sum(1))
+    # sum of a view's positives; F.embedding has a deterministic backward pass, indexing has none
+    others = F.embedding(number[own], sums)[:, None] - keys[own]
+    near = (rows * others).sum(2) / (positives.clamp(min=1) * call.temperature)
     gap = similarity_lse(call._replace(mask=mask)).view_as(near) - near
     loss = torch.where(positives == 1, F.softplus(gap, threshold=40), gap)
     return loss.masked_fill(positives == 0, 0).mean()
@@ -200,32 +199,3 @@ def rounded_float32(x, call):
     if x.dtype == call.product_dtype:
         return cast(x, call.temperature.dtype)
     return round_forward(cast(x, call.temperature.dtype), call.product_dtype)
-
-
-class PositiveProducts(torch.autograd.Function):
-    """For each view, its dot product with the sum of its positives, which are the other views with its label.
-
-    rows        (N, V, D) this rank's views
-    keys        (M, V, D) the views of all ranks; keys[own] are this rank's
-    label_sums  function from x (M, D) to the sums of its rows over all samples with the same label, (M, D)
-    """
-
-    @staticmethod
-    def forward(ctx, rows, keys, own, label_sums):
-        others = label_sums(keys.sum(1))[own, None] - keys[own]
-        ctx.save_for_backward(rows, others)
-        ctx.own, ctx.label_sums, ctx.samples = own, label_sums, len(keys)
-        return (rows * others).sum(2)
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad):
-        rows, others = ctx.saved_tensors
-        weighted = rows * grad[:, :, None]
-        of_samples = weighted.sum(1)
-        if len(of_samples) < ctx.samples:
-            of_samples = weighted.new_zeros(ctx.samples, rows.shape[2])
-            of_samples[ctx.own] = weighted.sum(1)
-        dk = ctx.label_sums(of_samples)[:, None].repeat(1, rows.shape[1], 1)
-        dk[ctx.own] -= weighted
-        return others * grad[:, :, None], dk, None, None

@@ -18,7 +18,7 @@ from numbers import Integral
 import torch
 import torch.distributed as dist
 
-from .checks import check_dense, describe, refuse_second_derivative
+from .checks import describe, refuse_second_derivative
 
 # torch 2.13 has new names for these two functions, and warns about the old names
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,8 +49,6 @@ def is_count(x):
 
 def rank_and_world(group=None):
     """Return (rank of this process in the group, number of processes of the group)."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to processes outside the group
-        raise ValueError("group: this process is not part of it; expected a group that contains it, or None")
     return (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
 
 
@@ -72,7 +70,6 @@ def gather_rows(x, rows, *, group=None, dtype=None):
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x: found {found}, expected a tensor of this process's rows, (n, ...)")
-    check_dense("x", x)
     if dtype not in (None, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype: found {describe(dtype)}, expected torch.float16, torch.bfloat16 or None")
     rank, world = rank_and_world(group)

@@ -77,10 +77,9 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
 
     q, k         (N, D) queries and (N, D) keys: k_i is only compared with q_i, as its positive
     queue        (K, D) negatives of every query; the queue never receives a gradient
-    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
     normalize    True: divide the rows of q, k and queue by their norms first (see similarity_lse). This costs
                  O(K·D) for the queue in each call; to avoid this cost, pass unit rows and normalize=False
-    impl         see similarity_lse
+    others       temperature and impl: as in info_nce
     returns      scalar, float32 (float64 for float64 rows)
     source       He et al. 2020 (MoCo), eq. 1
     """
@@ -97,12 +96,10 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     """Return 1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), with y_ij = 1 if j = i + offset, else −1.
 
     q, k         (N, D) queries and (M, D) keys, M ≥ N + offset; the positive of query i is key i + offset
-    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
     bias         b: finite float, or a 0-dim tensor, which then receives a gradient. b = −log(M − 1) gives
                  noise-contrastive estimation (NCE): the M − 1 other keys are the noise samples of a query
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
-    normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
-    impl         see similarity_lse
+    others       temperature, normalize and impl: as in info_nce
     returns      scalar, float32 (float64 for float64 rows)
     source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
     """
@@ -116,12 +113,10 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
     """Return the mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ).
 
     z1, z2       (N, D) each, two views of N samples: rows i of z1 and of z2 are a positive pair (i and i')
-    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
     gathered     on several ranks: the pair (z1 of all ranks, z2 of all ranks), (M, D) each, from gather_rows.
                  The loss is the mean over this rank's 2N views, each compared with the 2M views of all ranks
     offset       index of this rank's first row in `gathered`, own_rows(batch_size).start
-    normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
-    impl         see similarity_lse
+    others       temperature, normalize and impl: as in info_nce
     returns      scalar, float32 (float64 for float64 rows); half the value of the paper's released code
     source       Chen et al. 2020 (SimCLR), eq. 1 and algorithm 1
     """
@@ -157,14 +152,12 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     z                 (N, V, D) V views of each of N samples
     labels            (N,) integers: the positives P(i) of view i are all other views with the same label;
                       None: P(i) are all other views of the same sample
-    temperature       τ: float > 0, or a 0-dim tensor, which then receives a gradient
     base_temperature  τ_base: float > 0, 0.07 in the released code; None: the paper's loss, without τ/τ_base
     gathered          on several ranks: the pair (z of all ranks (M, V, D), labels of all ranks (M,) or None),
                       both from gather_rows. The loss is the mean over this rank's N·V views, each compared
                       with the M·V views of all ranks
     offset            index of this rank's first sample in `gathered`, own_rows(batch_size).start
-    normalize         True: divide each view by its norm first; False: use views as they are (see info_nce)
-    impl              see similarity_lse
+    others            temperature τ, normalize and impl: as in info_nce
     returns           scalar, float32 (float64 for float64 rows); in the mean, the loss of a view without
                       positives is 0
     source            Khosla et al. 2020 (SupCon), L^sup_out; losses.py of the released code

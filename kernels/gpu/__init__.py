@@ -6,7 +6,7 @@
     products.py                 products of weights with k and q, and gradients from their sums
     shift.py                    one number that replaces the maxima of all rows and columns in a softmax
     lse_forward.py              forward pass of softmax losses: log-sum-exp of rows and columns, and the loss
-    gradient.py                 backward pass of softmax losses, by gradient_small_d.py or gradient_large_d.py
+    gradient.py                 backward pass of softmax losses; gradient_small_d.py has the case of a small D
     fused_forward_backward.py   loss and gradient in one pass, for losses with a row softmax only
     queue.py                    the queue loss and its gradient in one pass
     sigmoid.py                  the sigmoid loss and its gradient in one pass
@@ -23,8 +23,7 @@ Letters and words that mean the same in all files:
                      Some kernels subtract another number in place of the maximum, and store it as m_i
     m                on the host: the number of keys M, and n is N (in topk.py: neighbours); in kernels: m_i
     stats            m and l of N rows, stacked: (2, N)
-    lse              log-sum-exp of a row in nats, (m + log2 l) / log2(e)
-    p                softmax, p_ij = exp2(s_ij − m_i) / l_i
+    lse, p           log-sum-exp of a row in nats, (m + log2 l) / log2(e); softmax, exp2(s_ij − m_i) / l_i
     shift            one number r that is subtracted from all logits in place of the maxima (shift.py)
     positive         the key k⁺_i that belongs to row i; the mask excludes this column from the sums. In
                      formulas, positive_i is the logit of this key; in code, positive is the dot product
@@ -34,9 +33,7 @@ Letters and words that mean the same in all files:
     side             one softmax of the loss: the row softmax (one per row i, dim=1) or the column softmax
                      (one per column j, dim=0)
     self-similarity  k is None: the rows of q are compared with each other, so the logits are symmetric
-    half types       float16 and bfloat16
     WEIGHT_SCALE     2¹⁴, a factor on stored softmax weights (gradient.py says why)
-    program          one instance of a kernel, Triton's unit of parallelism
     tile             BLOCK_N × BLOCK_M logits that a program holds in registers
     block            a rectangle of many tiles that one launch computes
     strip            a block that has all of the columns, but only some of the rows
@@ -54,6 +51,3 @@ from .lse_forward import similarity_lse, softmax_loss_forward
 from .queue import queue_loss
 from .sigmoid import sigmoid_loss
 from .topk import similarity_topk
-
-__all__ = ["fuses_backward", "queue_loss", "sigmoid_loss", "similarity_lse", "similarity_lse_backward",
-           "similarity_topk", "softmax_loss", "softmax_loss_backward", "softmax_loss_forward"]

@@ -68,7 +68,7 @@ def small_d_config(call, two_sided, needs_dot):
     return config | dict(maxnreg=255) if needs_dot else config
 
 
-def gradients(call, sides, scaling, needs):
+def small_d_gradients(call, sides, scaling, needs):
     """Return (dq, dk, ⟨q_i, dq_i⟩ of each row or None), see gradient.gradients. Unneeded ones are None."""
     given, call = call.rounded, aligned(call)
     dq = dk = dot = None

@@ -2,24 +2,24 @@
 
 "Small D" means that rows have a half type, that the mask is not "target" (linear_cross_entropy has this one),
 and that D ≤ 128. "Large D" means all other cases. At large D, a row softmax loss uses lse_forward and
-gradient_large_d instead of fused_forward_backward if the latter would need several strips of fewer than
+gradient instead of fused_forward_backward if the latter would need several strips of fewer than
 MIN_FUSED_ROWS rows.
 
                                   small D                           large D
     row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
-    row and column softmax, or    lse_forward, gradient_small_d     lse_forward, gradient_large_d
+    row and column softmax, or    lse_forward, gradient_small_d     lse_forward, gradient
         self-similarity
-    similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient_large_d
+    similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient
     queue_loss (small: D ≤ 256)   queue                             blockwise.py
     sigmoid_loss                  sigmoid                           sigmoid
 """
 import torch
 
-MAX_SMALL_D = 128              # up to this D, gradient_small_d is expected to be faster than gradient_large_d
+MAX_SMALL_D = 128              # up to this D, gradient_small_d is expected to be faster than gradient
 MAX_QUEUE_D = 256              # up to this D, registers can hold a tile of rows and its gradient
 TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n columns per row in registers
 SHIFT_LOGITS = 2 ** 26         # up to this many logits, launches for a shift cost more than the shift saves
-WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in gradient_large_d and sigmoid
+WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in products.py
 TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of statistics in lse_forward (see table_block_shape)
 STRIP_BYTES = 2 ** 29          # 512 MiB: limit for a strip in fused_forward_backward (see strip_height)
 MIN_FUSED_ROWS = 2048          # fewer rows per strip: updating dk costs more than computing the logits twice

@@ -104,11 +104,6 @@ def check_device(q):
 # ── arguments ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def contiguous_rows(x):
-    """Return x if its feature stride is 1, else a contiguous copy: kernels assume a feature stride of 1."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def aligned_rows(x):
     """Return x if its rows are contiguous and aligned and 16 divides D; else such a copy, padded with zeros.
 

@@ -27,8 +27,6 @@ lse_i, and mask_tile stores the dot product of the positive:
 w_i is 1/N or the caller's weight of row i (which also multiplies dloss_dlse_i). σ(gap_i) is accurate even
 when it is tiny; the usual formula, 1 − softmax of the positive, would lose digits.
 """
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -205,33 +203,24 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
         tl.store(LOSS + tl.program_id(0), loss_sum)
 
 
-class ForwardResult(NamedTuple):
-    """Results of the forward pass, float32 tensors. Results that forward() did not compute are None."""
-    stats: Any             # (2, N): m and l of the rows
-    lse: Any               # (N,): lse of the rows; None if a loss was requested
-    sides: Any             # (number of softmaxes, 3, padded N): the input of shift.as_side
-    loss: Any              # scalar
-    common_m: Any          # 0-dim tensor COMMON_M (see shift.py); None: no shift was used
-
-
 def similarity_lse(call):
     """Return (lse (N,), stats (2, N), COMMON_M or None), float32; the last two are for backward."""
-    found = forward(call)
-    return found.lse, found.stats, found.common_m
+    lse, stats, _, common_m = forward(call)
+    return lse, stats[0], common_m
 
 
 def softmax_loss_forward(call, both, weights):
-    """Return (loss, sides, COMMON_M or None), see ForwardResult; the last two are for backward."""
-    found = forward(call, both, True, weights)
-    return found.loss, found.sides, found.common_m
+    """Return (loss, sides for shift.as_side, COMMON_M or None), float32; the last two are for backward.
+
+    The loss is Σ_i w_i softplus(gap_i) or, if both, the mean of row loss and column loss (N = M).
+    weights  (N,) float32, the weights w_i in the loss; None: 1/N for all rows
+    """
+    loss, _, sides, common_m = forward(call, both, True, weights)
+    return loss, sides, common_m
 
 
 def forward(call, both=False, loss=False, weights=None):
-    """Return a ForwardResult with the lse of the rows of q·kᵀ/τ or, if loss is True, with the loss.
-
-    loss      True: compute Σ_i w_i softplus(gap_i) or, if both, the mean of row loss and column loss (N = M)
-    weights   (N,) float32, the weights w_i in the loss; None: 1/N for all rows
-    """
+    """Return (lse or loss, stats (1 or 2, 2, N), sides or None, COMMON_M or None) of the functions above."""
     check_device(call.q)
     call, triangle = aligned(call), call.k is None
     n, m = call.q.shape[0], call.keys.shape[0]                     # m: number of keys
@@ -274,8 +263,7 @@ def forward(call, both=False, loss=False, weights=None):
         recompute_rows(stats, call, config, shift, common_m)
         table = None
     loss = merge_stats(stats, table, table is not None, **outputs)
-    return ForwardResult(stats[0], outputs.get("lse"), outputs.get("sides"),
-                         None if loss is None else loss.sum(), common_m)
+    return outputs["lse"] if loss is None else loss.sum(), stats, outputs.get("sides"), common_m
 
 
 def merge_blocks(stats, n, m, height, width, triangle, sums):

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.torch_version import TorchVersion
 
 from .heuristics import cdiv, round_up, weight_block_shape
-from .launch import contiguous_rows, kernel_mask, launch, swapped
+from .launch import kernel_mask, launch, swapped
 from .shift import SoftmaxSide
 from .tiles import WEIGHT_SCALE, finish_gradient, kernel
 
@@ -46,7 +46,7 @@ class FinishArgs(NamedTuple):
 
 def finish_args(call, scaling):
     """Return the FinishArgs for the gradient of q. The call has q and k in the dtype of products."""
-    x, y = contiguous_rows(call.q), contiguous_rows(call.keys)
+    x, y = call.q.contiguous(), call.keys.contiguous()
     return FinishArgs(scaling.grad, x, y if scaling.positives else None, scaling.loss_factor, x.shape[1],
                       x.stride(0), y.stride(0))
 

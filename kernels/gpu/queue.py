@@ -27,7 +27,7 @@ import triton.language as tl
 from .. import blockwise
 from .heuristics import MAX_QUEUE_D, cdiv, power_of_2
 from .launch import (
-    aligned, check_device, contiguous_rows, kernel_args, launch, multiprocessors, temperature_of, tile_config)
+    aligned, check_device, kernel_args, launch, multiprocessors, temperature_of, tile_config)
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, kernel, load_tile, log2e_over_tau, lse_minus_positive, softplus)
 
@@ -117,7 +117,7 @@ def queue_loss(call, queue, needs):
     new = functools.partial(torch.empty, dtype=torch.float32, device=queue.device)
     stats, o, loss, dq, dk = new(splits, 2, n), new(splits, n, padded_d), new(n), new(n, d), new(n, d)
     launch(queue_kernel, (row_tiles, splits), stats, o, split_columns, *operands, **rest)
-    q, k = contiguous_rows(given.q), contiguous_rows(given.k)
+    q, k = given.q.contiguous(), given.k.contiguous()
     launch(merge_splits_kernel, (cdiv(n, 16),),
            loss, dq, dk, stats, o, q, k, temperature_of(padded), 1 / n, splits, n, padded_d, d, q.stride(0),
            k.stride(0), BLOCK_N=16, BLOCK_D=config["BLOCK_D"], enable_fp_fusion=True)

@@ -55,7 +55,6 @@ def loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weigh
 
 def check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids):
     """Raise ValueError if the arguments of simcse_loss do not fit together."""
-    checks.check_dense("z3", z3)
     several = getattr(z3, "ndim", 2) == 3
     n = z3.shape[1] if several else int(z3 is not None)        # hard negatives per row
     check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D" if several else "M D", None),
