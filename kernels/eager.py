@@ -51,10 +51,10 @@ def cast(x, *dtypes):
 
 def multiply(a, b, dtype):
     """Return a·b in the given dtype, with exact products and float32 sums, also under autocast."""
-    if a.is_cuda:
+    if a.is_cuda and a.dtype.itemsize == 2:
         return torch.mm(a, b, out_dtype=dtype)
-    out = a.new_empty(len(a), b.shape[1], dtype=torch.float32)             # on a CPU, mm has no out_dtype
-    return torch.mm(a.float(), b.float(), out=out).to(dtype)
+    out = a.new_empty(len(a), b.shape[1], dtype=torch.float32)     # autocast does not cast if out is given
+    return cast(torch.mm(a.float(), b.float(), out=out), dtype)
 
 
 def logits_of(call):

@@ -87,7 +87,7 @@ SHARED_FLAGS = {
                              "fp32"),
     "--impl": dict(group="training", choices=("auto", "triton", "blockwise", "eager"),
                    help="implementation of the loss: Triton kernels, PyTorch block by block, or plain "
-                        "PyTorch; auto: triton on an NVIDIA GPU, else eager (small batches) or blockwise"),
+                        "PyTorch; auto: eager for a small batch, else triton on an NVIDIA GPU or blockwise"),
     "--evaluate": dict(group="evaluation", action="store_true",
                        help="score --model and exit; neither train --model nor write anything"),
     "--dev": dict(group="evaluation", reads="held-out data",

@@ -89,8 +89,9 @@ class Run:
         if "eval_every" not in args.given:                     # evaluate at least four times
             args.eval_every = max(1, min(args.eval_every, total // 4))
         ranks.check_agreement({name: value for name, value in self.settings().items() if name != "data"})
-        impl = choose_impl(self.impl, torch.empty(0, device=self.device))
-        losses = f"losses in {'Triton' if impl == 'triton' else 'PyTorch'}, " if hasattr(args, "impl") else ""
+        impl = choose_impl(self.impl, torch.empty(0, device=self.device))      # for a large batch
+        where = "PyTorch" if impl != "triton" else "Triton" if self.impl == impl else "PyTorch or Triton"
+        losses = f"losses in {where}, " if hasattr(args, "impl") else ""
         log("run", f"seed {args.seed}, {self.world_size} × {self.device.type}, {args.precision}, "
                    f"{losses}{total:,} steps of {args.batch_size}{then}, writing {args.out}")
         if warmup >= total:

@@ -172,6 +172,46 @@ def test_tf32_is_rounded_not_truncated(loss, changes, monkeypatch):
         assert (a - d).norm() < 1.5 * (b - d).norm() < (c - d).norm()
 
 
+class FakeKernel:
+    """Like a kernel of Triton with the arguments X, SIDE, count, scale, BLOCK; remembers what it launches."""
+    fn, arg_names = object(), ["X", "SIDE", "count", "scale", "BLOCK"]
+
+    def __init__(self):
+        self.compiled, self.launches = 0, []
+
+    def __getitem__(self, grid):
+        def launch_and_compile(*arguments, num_warps, BLOCK):
+            self.compiled += 1
+            self.launches.append((arguments, BLOCK))
+            return {(7, 1, 1): lambda *arguments: self.launches.append((arguments[:-1], arguments[-1]))}
+        return launch_and_compile
+
+
+def test_a_compiled_kernel_is_launched_again_only_for_the_same_kinds_of_arguments(monkeypatch):
+    """Triton compiles for dtypes, alignment, None, and for integers that are 1, multiples of 16 or 64-bit."""
+    from kernels.gpu import launch
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "COMPILED", {})
+    kernel, x = FakeKernel(), torch.zeros(8, device=DEVICE)
+    usual = dict(arguments=(x, (None, x), 5, 0.5), BLOCK=64, num_warps=4)
+
+    def start(arguments, **keywords):
+        launch.launch(kernel, (7,), *arguments, **keywords)
+        assert kernel.launches[-1] == (arguments, keywords["BLOCK"])
+
+    others = [(x[1:], (None, x), 5, 0.5), (x.half(), (None, x), 5, 0.5), (x, (None, x[1:]), 5, 0.5),
+              (x, (x, x), 5, 0.5), (x, (None, None), 5, 0.5), (x, (None, x), 16, 0.5), (x, (None, x), 1, 0.5),
+              (x, (None, x), 2 ** 31, 0.5), (x, (None, x), 2 ** 31 + 1, 0.5)]
+    different = [usual | dict(arguments=arguments) for arguments in others]
+    different += [usual | dict(BLOCK=128), usual | dict(num_warps=8)]
+    for count, call in enumerate([usual, *different], 1):
+        start(**call)
+        assert kernel.compiled == count
+    for call in (usual, usual | dict(arguments=(x + 1, (None, x + 2), 7, 2.5)), *different):
+        start(**call)
+    assert kernel.compiled == 1 + len(different)
+
+
 # ── blockwise ───────────────────────────────────────────────────────────────────────────────────────────────
 
 STRIPS = {"blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": 32}
