@@ -30,18 +30,17 @@ def check_rows(offset=0, /, **named):
             continue
         x, letters, *kinds = what
         letters, kinds = letters.split(), [kind for kind in kinds if kind] or [float]
-        expected = shape_text(letters, sizes)
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name}: found {describe(x)}, expected a tensor {expected}")
+            raise ValueError(f"{name}: found {describe(x)}, expected a tensor {shape_text(letters, sizes)}")
         found = dict(zip(letters, x.shape))
-        if x.dim() != len(letters) or any(sizes.get(letter, size) != size for letter, size in found.items()):
+        is_empty = 0 in x.shape and any(letter.isupper() and not size for letter, size in found.items())
+        if x.dim() != len(letters) or is_empty or found | sizes != sizes | found:
+            expected = shape_text(letters, sizes) + (", not empty" if is_empty else "")
             raise ValueError(f"{name}: found {tuple(x.shape)}, expected {expected}")
-        if any(letter.isupper() and size == 0 for letter, size in found.items()):
-            raise ValueError(f"{name}: found {tuple(x.shape)}, expected {expected}, not empty")
         if not any(x.dtype in DTYPES[kind][0] for kind in kinds):
             expected = " or ".join(DTYPES[kind][1] for kind in kinds)
             raise ValueError(f"{name}: found {x.dtype}, expected {expected}")
-        device = x.device if device is None else device
+        device = device or x.device
         if x.device != device:
             raise ValueError(f"{name}: on {x.device}, expected {device} like the other tensors")
         sizes, first = found | sizes, {letters[0]: (name, x)} | first

@@ -6,7 +6,7 @@
     products.py                 products of weights with k and q, and gradients from their sums
     shift.py                    one number that replaces the maxima of all rows and columns in a softmax
     lse_forward.py              forward pass of softmax losses: log-sum-exp of rows and columns, and the loss
-    gradient.py                 backward pass of softmax losses; gradient_small_d.py has the case of a small D
+    gradient.py                 backward pass of softmax losses; gradient_small_d.py is for a small D
     fused_forward_backward.py   loss and gradient in one pass, for losses with a row softmax only
     queue.py                    the queue loss and its gradient in one pass
     sigmoid.py                  the sigmoid loss and its gradient in one pass
@@ -40,9 +40,9 @@ Letters and words that mean the same in all files:
     config           dict of the constexpr parameters and launch options of a kernel: BLOCK_N, num_warps, ...
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
-The package imports this folder only for impl="triton". fused.py calls the functions below with a Call; these
-are the functions that blockwise.py has, too. gpu/ imports two modules of `kernels` that do not need Triton:
-masks.py defines excluded columns, and blockwise.py serves shapes for which there is no kernel.
+The package imports this folder only for impl="triton". fused.py calls the functions below with a Call;
+blockwise.py has functions with the same names. gpu/ imports two modules of `kernels` that do not need Triton:
+masks.py defines excluded columns, and blockwise.py finds more neighbours than the topk kernel can.
 """
 from .fused_forward_backward import softmax_loss
 from .gradient import similarity_lse_backward, softmax_loss_backward

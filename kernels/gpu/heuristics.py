@@ -10,7 +10,7 @@ MIN_FUSED_ROWS rows.
     row and column softmax, or    lse_forward, gradient_small_d     lse_forward, gradient
         self-similarity
     similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient
-    queue_loss (small: D ≤ 256)   queue                             blockwise.py
+    queue_loss (small: D ≤ 256)   queue                             lse_forward, gradient, in queue
     sigmoid_loss                  sigmoid                           sigmoid
 """
 import torch

@@ -13,8 +13,8 @@ in all. A program handles BLOCK_N queries q_i, and reads each tile k_J of keys o
 
 m_old and m_new are the running maximum before and after tile J. If each program looped over all columns, a
 small batch would leave most of the GPU idle. So the columns are divided into splits: queue_kernel computes m,
-l and o of each split, and merge_splits_kernel merges them. This file serves half types with D ≤ 256: a larger
-o would not fit in registers. The positive k⁺_i is not in the queue; its terms are added at the end:
+l and o of each split, and merge_splits_kernel merges them. The kernels serve half types with D ≤ 256: a
+larger o would not fit in registers. The positive k⁺_i is not in the queue; its terms are added at the end:
 
     gap_i = lse_i − q_i·k⁺_i/τ        loss_i = softplus(gap_i)
     dq_i = σ(gap_i) (o_i − k⁺_i) / τ        dk⁺_i = −σ(gap_i) q_i / τ
@@ -22,12 +22,15 @@ o would not fit in registers. The positive k⁺_i is not in the queue; its terms
 import functools
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 
-from .. import blockwise
+from ..blockwise import gradient_of_temperature
+from .gradient import similarity_lse_backward
 from .heuristics import MAX_QUEUE_D, cdiv, power_of_2
 from .launch import (
     aligned, check_device, kernel_args, launch, multiprocessors, temperature_of, tile_config)
+from .lse_forward import similarity_lse
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, kernel, load_tile, log2e_over_tau, lse_minus_positive, softplus)
 
@@ -99,9 +102,9 @@ def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, lo
 
 def queue_loss(call, queue, needs):
     """Return float32 (mean loss, dq (N, D), dk (N, D), dτ); call.k holds the positives."""
-    if call.product_dtype.itemsize != 2 or call.q.shape[1] > MAX_QUEUE_D:      # there is no kernel
-        return blockwise.queue_loss(call, queue, needs)
     check_device(call.q)
+    if call.product_dtype.itemsize != 2 or call.q.shape[1] > MAX_QUEUE_D:
+        return queue_loss_of_lse(call, queue, needs)
     given = call.rounded
     padded, features = aligned(given._replace(k=queue)), max(16, power_of_2(call.q.shape[1]))
     columns, warps = (128, 4) if features <= 128 else (32, 8)      # with a large D, o takes more registers
@@ -121,4 +124,19 @@ def queue_loss(call, queue, needs):
     launch(merge_splits_kernel, (cdiv(n, 16),),
            loss, dq, dk, stats, o, q, k, temperature_of(padded), 1 / n, splits, n, padded_d, d, q.stride(0),
            k.stride(0), BLOCK_N=16, BLOCK_D=config["BLOCK_D"], enable_fp_fusion=True)
-    return loss.sum(), dq, dk, blockwise.gradient_of_temperature(call, q.float(), dq, needs)
+    return loss.sum(), dq, dk, gradient_of_temperature(call, q.float(), dq, needs)
+
+
+def queue_loss_of_lse(call, queue, needs):
+    """Return what queue_loss returns, in any dtype and for any D, from the log-sum-exp and its gradient."""
+    q, k = call.rounded.q.float(), call.rounded.k.float()
+    others = call._replace(q=call.q.float(), k=queue)          # gradients in float32
+    lse, stats, common_m = similarity_lse(others)
+    gap = lse - (q * k).sum(1) / call.temperature
+    loss, g = F.softplus(gap, threshold=40).mean(), gap.sigmoid() / len(q)
+    if not any(needs):
+        return loss, None, None, None
+    dq, _, _ = similarity_lse_backward(others, g, stats, common_m, (True, False, False))
+    g = (g / call.temperature)[:, None]
+    dq -= g * k
+    return loss, dq, -g * q, gradient_of_temperature(call, q, dq, needs)
