@@ -163,8 +163,7 @@ def measure(case, impl, device, repeat):
 
 
 def time_ms(step, device, repeat):
-    """Return the median, 20th and 80th percentile of the time of step(), in milliseconds. A first run is not
-    timed. Then `repeat` runs are timed, or fewer (at least three) if they take more than ten seconds."""
+    """Return the median, 20th and 80th percentile of `repeat` times of step() in ms, or of fewer in 10 s."""
     step()
     times = []
     flush = torch.empty(2 ** 28, dtype=torch.uint8, device=device) if device == "cuda" else None
@@ -253,13 +252,11 @@ def run_cases(args, device):
 
     impls = ["eager", "auto", "blockwise"]
     if device == "cuda":
-        installed = [impl for impl, package in PEERS.items() if package in result]
-        impls = ["eager", "compile", "auto", "triton", *installed]
+        impls = ["eager", "compile", "auto", "triton", *(x for x in PEERS if PEERS[x] in result)]
     x = torch.empty(0, dtype=getattr(torch, args.dtype), device=device)
     for impl in args.impl or impls:
-        measured = cases
-        if not args.impl and impl in ("triton", "blockwise"):      # where auto is the same, measure only auto
-            measured = [case for case in cases if kernels.choose_impl("auto", x, *case["size"][:2]) != impl]
+        measured = [case for case in cases if args.impl or impl == "eager"     # else measure auto only once
+                    or impl != kernels.choose_impl("auto", x, *case["size"][:2])]
         run_impl(impl, measured, device, args.repeat, args.limit, report)
     return result
 
@@ -281,8 +278,7 @@ def describe_environment(device):
 
 def name_ours(rows):
     """Rename the first of OURS that was measured, usually "auto", to "ours"."""
-    measured = {row["impl"] for row in rows}
-    first = next((impl for impl in OURS if impl in measured), None)
+    first = next((impl for impl in OURS if any(row["impl"] == impl for row in rows)), None)
     return [row | {"impl": "ours"} if row["impl"] == first else row for row in rows]
 
 
@@ -353,8 +349,8 @@ def load_result(path):
 
 
 def make_parser(device):
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("kernels.benchmark", description=__doc__, formatter_class=style)
+    parser = argparse.ArgumentParser("kernels.benchmark", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--loss", nargs="+", choices=DEFAULT_SIZES, metavar="LOSS", help=", ".join(DEFAULT_SIZES))
     add("--sizes", nargs="+", type=parse_size, metavar="NxMxD", help="for example 4096x4096x128")
@@ -363,9 +359,9 @@ def make_parser(device):
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"),
         default="bfloat16" if device == "cuda" else "float32", help="default on this device: %(default)s")
     add("--impl", nargs="+", choices=("eager", "compile", *OURS, *PEERS), metavar="IMPL",
-        help=f"eager (plain PyTorch), compile (eager with torch.compile), {', '.join(OURS)}, or another "
-             f"package: {', '.join(PEERS)}. Default on a GPU: eager, compile, auto, installed packages, and "
-             "triton where auto selects eager; on a CPU: eager, auto, and blockwise where auto selects eager")
+        help=f"eager (plain PyTorch), compile (eager with torch.compile), {', '.join(OURS)}, or a package: "
+             f"{', '.join(PEERS)}. Default: eager, auto, and triton or blockwise where auto is eager; on a "
+             "GPU also compile and installed packages")
     add("--repeat", type=int, default=20, help="timed runs, or fewer if they take more than 10 s; default 20")
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")
@@ -377,6 +373,10 @@ def make_parser(device):
 def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = make_parser(device).parse_args(argv)
+    if args.source and (args.loss or args.impl or args.json):
+        sys.exit("--from shows a whole file; of the other flags, only --sizes selects results")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        sys.exit(f"--json {args.json}: its folder does not exist")
     result = load_result(args.source) if args.source else run_cases(args, device)
     if args.source or args.markdown:
         print(markdown(result, args.sizes))
