@@ -23,8 +23,8 @@ normalize=True. The argument impl of a function is the implementation:
 "triton"       fused Triton kernels, on CUDA GPUs
 "blockwise"    plain PyTorch that computes a few rows of the matrix at a time; any device, also float64
 "eager"        the textbook formula, which stores the (N, M) matrix; tests and benchmarks compare with it
-"auto"         "eager" for at most 2²⁴ logits N·M on a GPU (4096 × 4096, which takes about 250 MB), and 2¹⁸ on
-               a CPU; for a larger matrix "triton" on CUDA GPUs (not for float64), else "blockwise"
+"auto"         "eager" for at most 2²⁴ logits N·M on a GPU (4096 × 4096, which takes 200 to 310 MB), and 2¹⁸
+               on a CPU; for a larger matrix "triton" on CUDA GPUs (not for float64), else "blockwise"
 
 All functions raise ValueError for an invalid argument; it names the argument, what was found and expected.
 """

@@ -168,7 +168,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  take 160 MiB, or 544 MiB if a loss computes its gradient in forward (less if you lower
                  WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.gpu.heuristics). In "blockwise", float32
                  buffers take up to 144 MiB (with similar 224), or 288 (448) rows of logits if this is more.
-                 "eager" stores O(N·M): about 4 matrices of logits, 250 MB for 4096 × 4096
+                 "eager" stores O(N·M): 3 to 5 matrices of logits, 200 to 310 MB for 4096 × 4096
     source       van den Oord et al. 2018, eq. 4
     """
     keys = q if k is None else k

@@ -126,10 +126,10 @@ def queue_loss(call, queue):
 
 def sigmoid_loss(call, bias):
     """Return 1/N Σ_i Σ_j softplus(∓logit_ij), with − for positives (j = i + offset), else +."""
-    logits = logits_of(call) + bias
+    logits = logits_of(call).add_(bias)
     sign = torch.ones_like(logits)
     sign.diagonal(call.mask.offset).fill_(-1)
-    return F.softplus(sign * logits, threshold=40).sum() / len(logits)
+    return F.softplus(logits.mul_(sign), threshold=40).sum() / len(logits)
 
 
 def sup_con_loss(call, views, labels, offset):

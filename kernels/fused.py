@@ -170,7 +170,9 @@ def sup_con_loss(call, views, labels, offset):
     A view with one positive p has the loss softplus(lse − s_p), as in other losses: lse sums over negatives
     only. A view with several positives has the loss lse − (mean of s_p): lse sums over all other views.
     """
-    q, k = (None if x is None else rounded_float32(x, call) for x in call[:2])
+    # float32 gradients, which are not rounded: those of lse and of s_p nearly cancel
+    q, k = (None if x is None else round_forward(cast(x, call.temperature.dtype), call.product_dtype)
+            for x in call[:2])
     call, own = call._replace(q=q, k=k), slice(offset, offset + len(q) // views)
     # number a label by its first position in the sorted labels; torch.unique would synchronise with the GPU
     ordered = labels.sort().values
@@ -191,11 +193,3 @@ def sup_con_loss(call, views, labels, offset):
     gap = similarity_lse(call._replace(mask=mask)).view_as(near) - near
     loss = torch.where(positives == 1, F.softplus(gap, threshold=40), gap)
     return loss.masked_fill(positives == 0, 0).mean()
-
-
-def rounded_float32(x, call):
-    """Return x rounded to the dtype of products, in the dtype of sums; gradients are not rounded, because
-    those of lse and of s_p nearly cancel."""
-    if x.dtype == call.product_dtype:
-        return cast(x, call.temperature.dtype)
-    return round_forward(cast(x, call.temperature.dtype), call.product_dtype)

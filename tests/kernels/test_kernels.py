@@ -273,7 +273,7 @@ on_a_gpu = pytest.mark.skipif(not GPU, reason="no GPU")
 
 
 @on_a_gpu
-@pytest.mark.parametrize("impl", ["blockwise", "triton"])
+@pytest.mark.parametrize("impl", ["eager", "blockwise", "triton"])
 @pytest.mark.parametrize("loss", ["info_nce", "clip_loss", "nt_xent", "queue_loss"])
 def test_cuda_graph(loss, impl):
     """A CUDA graph can capture forward and backward, so neither synchronises. A replay reads the new q."""
