@@ -104,7 +104,8 @@ def accumulate_strips(dq, dk, given, weights):
     shift = None if q.dtype == torch.float16 else shift_of_norms(call)[0]
     height = min(n, strip_height(q.element_size(), m, features))
     config = tile_config(q, call.mask)
-    if features >= MIN_WIDE_D and q.element_size() == 2 and capability(q) == 9 and config["BLOCK_M"] == 128:
+    wide = features >= MIN_WIDE_D and call.mask.exclude != "pair"  # with "pair", registers would spill
+    if wide and q.element_size() == 2 and capability(q) == 9 and config["BLOCK_M"] == 128:
         config |= dict(BLOCK_M=256, num_warps=8)
     operands, rest = kernel_args(call, config)
     strip = q.new_empty(round_up(height, config["BLOCK_N"]), round_up(m, config["BLOCK_M"]))

@@ -86,8 +86,8 @@ def gradient_of_q(given, call, sides, scaling, needs_dot=False):
     dq = torch.empty(n, d, dtype=scaling.dtype, device=device)
     dot = torch.empty(n, dtype=torch.float32, device=device) if needs_dot else None
     operands, rest = kernel_args(call, config)
-    if sides.are_two and operands[-1].q_stride is not None:        # pointers take registers, too
-        rest |= dict(BLOCK_M=min(64, rest["BLOCK_M"]))
+    if operands[-1].q_stride is not None:                          # pointers take registers, too
+        rest |= dict(BLOCK_M=min(64, rest["BLOCK_M"]), maxnreg=max(168, rest["maxnreg"]))
     launch(small_d_kernel, (cdiv(n, config["BLOCK_N"]),), dq, dot, *sides, *operands,
            finish_args(given, scaling), **rest)
     return dq, dot

@@ -33,7 +33,8 @@ TIGHT = {
     ("bfloat16", "high", "number"): ["forward 128 two sides", "forward 128 two sides, few", "queue 128",
                                      "small d 128 one side", "large d 256 two sides", "fused 256 targets",
                                      "fused 256 targets, wide", "large d 256 self-similarity",
-                                     "fused 256 one side", "small d 128 two sides, pointers"],
+                                     "fused 256 one side", "small d 128 two sides, pointers",
+                                     "small d 128 gathered pairs, pointers"],
     ("bfloat16", "high", "tensor"): ["forward 128 self-similarity", "forward 256 lse diagonal", "queue 256",
                                      "forward 128 gathered pairs", "small d 128 self-similarity",
                                      "small d 128 within", "sigmoid 256", "large d 256 lse ids"],
@@ -138,11 +139,11 @@ def launches(name, precision, scalars):
             if d == 256:
                 yield f"large d {d} {title}", lambda: gradients(False, call, sides, scaling[1], needs)
             if half and title != "targets" and d <= heuristics.MAX_SMALL_D:
-                yield f"small d {d} {title}", lambda: gradients(True, call, sides, scaling[1], needs)
+                small = lambda: gradients(True, call, sides, scaling[1], needs)
+                yield f"small d {d} {title}", small
+                yield f"small d {d} {title}, pointers", lambda: with_value(
+                    launch, "MAX_POINTER_WORK", 2 ** 33, small)
                 if columns is side:
-                    yield f"small d {d} {title}, pointers", lambda: with_value(
-                        launch, "MAX_POINTER_WORK", 2 ** 33,
-                        lambda: gradients(True, call, sides, scaling[1], needs))
                     few = sides._replace(common_m=None)
                     yield f"small d {d} {title}, few", lambda: gradients(True, call, few, scaling[1], needs)
 
