@@ -1,8 +1,8 @@
 """prepare(): check, cast and normalise the arguments of an operation, and choose its implementation.
 
-The public functions call prepare(), and pass the Call that it returns to one module (Call.ops): eager.py, or
-fused.py, which differentiates the functions of blockwise.py and gpu/. All of these take the Call.
-This file has similarity_lse and similarity_topk; losses.py has the losses.
+The losses call prepare(), and pass the Call that it returns to one module (Call.ops): eager.py, or fused.py,
+which differentiates the functions of blockwise.py and gpu/. All of these take the Call. This file also has
+similarity_lse and similarity_topk, which check the arguments of their masks before make_call().
 """
 import importlib.util
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from .eager import cast
 from .masks import Mask, make_mask
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# up to this many logits (N·M) "auto" selects "eager", which is then at least about as fast as the others
+# up to this many logits (N·M) "auto" selects "eager". On a GPU starting kernels then takes longer than their
+# arithmetic; the limit there is an estimate, not measured
 EAGER_LOGITS, EAGER_LOGITS_ON_GPU = 2 ** 18, 2 ** 24
 
 
@@ -84,11 +85,14 @@ def prepare(q, k, temperature, mask, *, positives=False, names=("q", "k"), norma
 def make_call(q, k, temperature, mask, normalize, impl, columns=None):
     """Return the Call for arguments that are checked, except for normalize and impl."""
     check_flag("normalize", normalize)
+    for x in mask:
+        if isinstance(x, Tensor) and x.device != q.device:
+            raise ValueError(f"exclude, within, similar: found a tensor on {x.device}, expected {q.device}")
     self_similarity = k is None
     k, product_dtype = q if self_similarity else k, q.dtype
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         product_dtype = torch.get_autocast_dtype(q.device.type)
-        # cast half-precision rows to float32, so that gradients are float32; a k that needs none is not cast
+        # cast half-precision rows to float32, so that gradients are float32; a half k without gradient stays
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
     impl = choose_impl(impl, q, len(q), columns or len(k))
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -158,8 +162,9 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     impl         "auto" (see choose_impl) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64 rows), differentiable with respect to q, k and temperature.
                  A query for which all keys are left out gets -inf, with gradient 0
-    raises       RuntimeError, except in "eager", for second derivatives (create_graph=True), forward mode and
-                 torch.func. Except in "eager", torch.compile does not trace this function (graph break)
+    raises       RuntimeError, except in "eager", for second derivatives (create_graph=True), and for forward
+                 mode and torch.func (also in "eager" if products are in a half type). Except in "eager",
+                 torch.compile does not trace this function (graph break)
     precision    float32 products follow torch.get_float32_matmul_precision(). Half-type products are exact.
                  Sums are in float32. For logits of any size (in Triton up to 1e9), gradients are as accurate
                  as in "eager". A NaN query does not reach other queries' gradients. Under torch.autocast,
@@ -169,6 +174,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
                  WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.gpu.heuristics). In "blockwise", float32
                  buffers take up to 144 MiB (with similar 224), or 288 (448) rows of logits if this is more.
                  "eager" stores O(N·M): 3 to 5 matrices of logits, 200 to 310 MB for 4096 × 4096
+                 (float32 logits; similar= adds some)
     source       van den Oord et al. 2018, eq. 4
     """
     keys = q if k is None else k

@@ -23,22 +23,23 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        a, b = ctx.saved_tensors
-        needs_a, needs_b, _ = ctx.needs_input_grad
-        # in float16 the gradient might underflow
-        dtype = ctx.dtype if gradient.is_cuda and ctx.dtype == torch.bfloat16 else torch.float32
-        gradient = cast(gradient, dtype)
-        da = db = None
-        if needs_a:
-            da = product(gradient, cast(b, ctx.dtype, dtype).T, a.dtype)
-        if needs_b:
-            db = product(cast(a, ctx.dtype, dtype).T, gradient, b.dtype)
+        (a, b), (needs_a, needs_b, _), scale = ctx.saved_tensors, ctx.needs_input_grad, None
+        dtype = ctx.dtype if gradient.is_cuda else torch.float32
+        if dtype == torch.float16:                             # small gradients would underflow
+            scale = gradient.detach().nan_to_num(0, 0, 0).abs().amax().clamp(min=1e-30) / 2 ** 14
+            gradient = gradient / scale
+        if torch.is_grad_enabled():                            # create_graph=True: differentiable again
+            da = Product.apply(gradient, b.T, dtype) if needs_a else None
+            db = Product.apply(a.T, gradient, dtype) if needs_b else None
+        else:
+            gradient, a_dtype, b_dtype = cast(gradient, dtype), a.dtype, b.dtype
+            if scale is not None:
+                a_dtype = b_dtype = torch.float32              # autograd casts da and db
+            da = multiply(gradient, cast(b, ctx.dtype, dtype).T, a_dtype) if needs_a else None
+            db = multiply(cast(a, ctx.dtype, dtype).T, gradient, b_dtype) if needs_b else None
+        if scale is not None:
+            da, db = (x if x is None else x * scale for x in (da, db))
         return da, db, None
-
-
-def product(a, b, dtype):
-    """Return a·b in the given dtype; if autograd records a second derivative, return a Product in float32."""
-    return Product.apply(a, b, a.dtype) if torch.is_grad_enabled() else multiply(a, b, dtype)
 
 
 def cast(x, *dtypes):
@@ -110,7 +111,7 @@ def softmax_loss(call, both=False, weights=None):
         logits.detach().scatter_(1, own[:, None], -torch.inf)
     targets = positive_columns(call.mask, n, m, logits.device)
     if weights is not None:
-        return F.cross_entropy(logits, targets, reduction="none") @ weights
+        return (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
     loss = F.cross_entropy(logits, targets)
     return (loss + F.cross_entropy(logits.T, targets)) / 2 if both else loss
 

@@ -1,6 +1,7 @@
 """The operations of blockwise.py and gpu/ as autograd Functions. `call` has the checked arguments (call.py).
 
-call.compute is the module blockwise or gpu. Both have the same functions of a Call. There are two Functions:
+call.compute is the module blockwise or gpu. Both have the same functions of a Call, but blockwise computes no
+softmax loss in two passes. There are two Functions:
 
     GradientInForward   computes the gradients together with the loss; backward only multiplies the gradients
                         by the upstream gradient

@@ -141,6 +141,7 @@ def excluded(mask, rows, n, m, at=slice(None)):
         out = other if out is None else out | other
     if mask.row_features is not None:
         wide = torch.float64 if mask.row_features.dtype == torch.float64 else torch.float32
-        similar = mask.row_features[rows].to(wide) @ mask.column_features[at].T.to(wide) >= mask.phi
+        with torch.autocast(rows.device.type, enabled=False):
+            similar = mask.row_features[rows].to(wide) @ mask.column_features[at].T.to(wide) >= mask.phi
         out = similar if out is None else out | similar
     return out

@@ -29,7 +29,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     from interpreter import make_interpreter_faster
     make_interpreter_faster()
 ON_THE_GPU = {f"test_{name}" for name in
-              "kernels rounding fuzz autocast ops checks replay compile".split()}
+              "kernels rounding fuzz autocast ops checks compile".split()}
 
 
 @pytest.fixture(autouse=True)

@@ -41,8 +41,9 @@ Letters and words that mean the same in all files:
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
 The package imports this folder only for impl="triton". fused.py calls the functions below with a Call;
-blockwise.py has functions with the same names. gpu/ imports two modules of `kernels` that do not need Triton:
-masks.py defines excluded columns, and blockwise.py finds more neighbours than the topk kernel can.
+blockwise.py has functions with the same names, except for the two of a softmax loss in two passes. gpu/
+imports two modules of `kernels` that do not need Triton: masks.py defines excluded columns, and blockwise.py
+finds more neighbours than the topk kernel can, and has dτ of the queue loss.
 """
 from .fused_forward_backward import softmax_loss
 from .gradient import similarity_lse_backward, softmax_loss_backward

@@ -13,15 +13,16 @@ computed in strips. A strip is a set I of rows, with all columns. For each strip
 The terms of the positives are added at the end: −dloss_dlse_i k⁺_i in the gradient of q_i, and −dloss_dlse_i
 q_i in that of k⁺_i, the positive of row i. Then dq and dk are multiplied by 1/τ and constants such as 1/N.
 
-This first method needs a shift of 0 (shift.py) and a dtype with the range of float32. Otherwise a second
-method subtracts the maximum m_iJ of each row i in tile (I, J), and scale_strip_kernel turns e into weights w.
-These contain the factor f_i, so dq_I = w k and dk += wᵀ q_I:
+This first method needs a shift of 0 (shift.py) and a dtype with the range of float32. If the shift is not 0,
+or there is none, a second method subtracts the maximum m_iJ of each row i in tile (I, J), and
+scale_strip_kernel turns e into weights w. These contain the factor f_i, so dq_I = w k and dk += wᵀ q_I:
 
     e_ij = exp2(s_ij − m_iJ)     w_ij = e_ij · f_i exp2(m_iJ − m_i)                       scale_strip_kernel
 
-In float16, only the second method runs. Otherwise the host launches both, because only the GPU knows whether
-the shift is 0. Kernels of the unused method do nothing or copy q. With shift 0, strips are written once and
-read twice: 6 N·M bytes in half types. Strips add to dk in a fixed order: the same input gives the same bits.
+In float16, or for at most SHIFT_LOGITS logits, only the second method runs. Otherwise the host launches both,
+because only the GPU knows whether the shift is 0. Kernels of the unused method do nothing or copy q. With
+shift 0, strips are written once and read twice: 6 N·M bytes in half types. Strips add to dk in a fixed order:
+the same input gives the same bits.
 """
 import torch
 import triton.language as tl
@@ -80,7 +81,7 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
 
 
 def softmax_loss(call, both, weights, needs):
-    """Return (loss, dq (N, D), dk (M, D), dτ). Unneeded ones are empty or None; dτ needs dq."""
+    """Return (loss, dq (N, D), dk (M, D), dτ) for both=False. Unneeded ones are empty or None."""
     check_device(call.q)
     given, sums = call.rounded, gradient_sums(call, needs)
     loss, side, shift = accumulate_strips(*sums, given, weights)

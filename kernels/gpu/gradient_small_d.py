@@ -70,7 +70,8 @@ def small_d_config(call, two_sided, needs_dot):
 
 def small_d_gradients(call, sides, scaling, needs):
     """Return (dq, dk, ⟨q_i, dq_i⟩ of each row or None), see gradient.gradients. Unneeded ones are None."""
-    given, call = call.rounded, aligned(call)
+    given = call.rounded
+    call = aligned(given)
     dq = dk = dot = None
     if needs[0] or needs[2]:
         dq, dot = gradient_of_q(given, call, sides, scaling, needs[2])

@@ -209,7 +209,7 @@ def kinds(arguments):
         kind = type(x)
         if x is None or kind is float:
             found.append(kind)
-        elif kind is torch.Tensor or kind is torch.nn.Parameter:
+        elif isinstance(x, torch.Tensor):
             found += x.dtype, x.data_ptr() % 16 == 0
         elif kind is int:
             found.append(1 if x == 1 else (x % 16 == 0, -2 ** 31 <= x < 2 ** 31))

@@ -1,7 +1,8 @@
-"""Multiply weights W by k and q, and turn the sums into gradients; three files compute W in their own way.
+"""Multiply weights W by k and q, and turn the sums into gradients.
 
-W (N, M) may be large, so only one block of W is stored at a time. A block has at most WEIGHT_BUFFER_BYTES
-(heuristics.py): 8192 × 8192 weights in a half type. cuBLAS computes the products, with float32 sums:
+gradient.py, sigmoid.py and fused_forward_backward.py compute W. It may be large, so only one block of W is
+stored at a time: in the first two files at most WEIGHT_BUFFER_BYTES (heuristics.py), 8192 × 8192 weights in a
+half type. cuBLAS computes the products, with float32 sums:
 
                columns J                          for each block of rows I, each block of columns J:
             ┌──────────────┐                          W      = kernel(q_I, k_J)     in q's dtype

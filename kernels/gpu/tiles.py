@@ -67,7 +67,7 @@ def log2e_over_tau(MASK):
 
 @triton.jit
 def mask_offset(MASK):
-    """Return the offset of the mask; MASK.offset is 4 · offset + 2 (launch.kernel_args says why)."""
+    """Return the offset of the mask; MASK.offset is 4 · offset + 2 (launch.kernel_mask says why)."""
     return MASK.offset >> 2
 
 

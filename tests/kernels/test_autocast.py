@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import DEVICE, GPU, LOSSES, patch_kernels, positive_pairs
+from comparing import DEVICE, GPU, LOSSES, patch_kernels, positive_pairs, unit_rows
 
 import kernels
 from ease import ease_loss
@@ -19,15 +19,14 @@ DTYPES = [(F64, F64, F16), (F32, F32, F16), (F32, F32, BF16), (F16, F16, F16), (
           (BF16, BF16, F16), (F32, F16, F16), (F16, F32, F16), (F32, BF16, BF16)]
 
 
-def dtype_of_products(impl, q_dtype, k_dtype, autocast):
-    """Return autocast's dtype for float32 rows, and in eager for half rows too; else the rows' dtype."""
-    half = F32 in (q_dtype, k_dtype) or impl == "eager" and q_dtype != F64
-    return autocast if half else q_dtype
+def dtype_of_products(q_dtype, k_dtype, autocast):
+    """Return autocast's dtype for float32 rows, else the rows' dtype."""
+    return autocast if F32 in (q_dtype, k_dtype) else q_dtype
 
 
 # Triton does not support float64, and its interpreter computes wrong products in bfloat16
 CASES = [(impl, *dtypes) for impl in ("eager", "blockwise", "triton") for dtypes in DTYPES
-         if impl != "triton" or dtype_of_products(impl, *dtypes) in (F32, F16, *([BF16] if GPU else []))]
+         if impl != "triton" or dtype_of_products(*dtypes) in (F32, F16, *([BF16] if GPU else []))]
 CASES += [("triton, large D", F32, F32, F16), ("triton, large D", F32, F16, F16)]
 LARGE_D = {"gpu.heuristics.MAX_SMALL_D": 0}
 
@@ -55,7 +54,7 @@ def check(f, q, k, autocast, exact_rows, tolerance, scale=1.0):
 @pytest.mark.parametrize("impl, q_dtype, k_dtype, autocast", CASES, ids=str)
 @pytest.mark.parametrize("loss", SOFTMAX)
 def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast, monkeypatch):
-    """Gradients of float32 rows are float32, except in eager. Scaled by 1e-7, they would be 0 in float16."""
+    """Gradients of float32 rows are float32. Scaled by 1e-7, they would be 0 in float16."""
     if impl == "triton, large D":
         impl = "triton"
         patch_kernels(monkeypatch, LARGE_D)
@@ -63,14 +62,29 @@ def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast, monkeypatch):
     def f(q, k, exact=False):
         return SOFTMAX[loss](q, k, TEMPERATURE, "eager" if exact else impl)
 
-    product_dtype = dtype_of_products(impl, q_dtype, k_dtype, autocast)
+    product_dtype = dtype_of_products(q_dtype, k_dtype, autocast)
     q, k = (x.to(dtype) for x, dtype in zip(positive_pairs(12, 16, F64), (q_dtype, k_dtype)))
     rounded = [x.to(product_dtype).double() for x in (q, k)]
     tolerance = max(torch.finfo(product_dtype).eps, 1e-12)
-    if impl == "eager":                                        # eager rounds the products too
-        tolerance *= 2 / TEMPERATURE
-    scale = 1e-7 if q_dtype == k_dtype == F32 and impl != "eager" else 1.0
+    scale = 1e-7 if q_dtype == k_dtype == F32 else 1.0
     check(f, q, k, autocast, rounded, tolerance, scale)
+
+
+@pytest.mark.parametrize("impl", ["eager", "blockwise"])
+def test_sums_and_masks_are_not_rounded(impl):
+    """A sum of 50,000 is too large for float16. Products of features are near the threshold phi."""
+    h, w = 30 * unit_rows(1500, 16, F32, 90), unit_rows(1500, 16, F32, 91)
+    targets = torch.arange(1500, device=DEVICE).masked_fill(torch.arange(1500, device=DEVICE) == 7, -100)
+    features = unit_rows(60, 40, F32, 92), unit_rows(70, 40, F32, 93), 0.1
+
+    def results():
+        mean = kernels.linear_cross_entropy(h, w, targets, temperature=0.5, impl=impl)
+        return mean, kernels.similarity_lse(h[:60], w[:70], similar=features, impl=impl)
+
+    exact = results()
+    with torch.autocast(DEVICE, F16):
+        for found, expected in zip(results(), exact):
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("q_dtype, k_dtype, autocast", DTYPES, ids=str)
