@@ -84,7 +84,8 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
     if world == 1:
         return x
-    sent = torch.int32 if x.dtype == torch.int16 else dtype if dtype and x.is_floating_point() else x.dtype
+    sent = dtype if dtype and x.is_floating_point() else x.dtype
+    sent = torch.int32 if sent == torch.int16 else sent
     return GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, sent)
 
 

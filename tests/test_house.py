@@ -19,10 +19,10 @@ CODE = [*SCRIPTS, *MORE, PLOT, *sorted(KERNELS.rglob("*.py"))]
 # {part: (its files, limit on the sum of their lines, goal for this sum)}. A limit may only fall.
 LENGTHS = {**{file.name: ([file], 440, 440) for file in SCRIPTS}, "the ten scripts": (SCRIPTS, 3_400, 3_400),
            "simcse.py": ([ROOT / "simcse.py"], 215, 215), "README.md": ([ROOT / "README.md"], 130, 130),
-           "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), BENCHMARK}, 3_980, 3_800),
+           "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), BENCHMARK}, 3_975, 3_800),
            "benchmark": ([BENCHMARK], 390, 390), "further papers": (MORE, 1_842, 1_500),
            "training, papers and tools": ([*TRAINING, *PAPERS], 5_742, 5_200),
-           "tests": (list((ROOT / "tests").rglob("*.py")), 8_850, 8_500)}
+           "tests": (list((ROOT / "tests").rglob("*.py")), 8_841, 8_500)}
 T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training.images"
 # {folder: folders from which its modules may import, beside the folder itself}; "": the folder of the scripts
 MAY_IMPORT = {"kernels.gpu": {"leaf"}, "kernels": {"kernels.gpu"}, T: {"kernels"}, TEXT: {"kernels", T},

@@ -104,8 +104,8 @@ def rank_main(rank, world_size, port, out):
 def check_gathered_rows(rank):
     """Three ranks share 8 rows: 2, 3 and 3. Then ranks 0 and 2 share 5 rows, and rank 1 has 5 rows alone."""
     z, own = torch.eye(8), own_rows(8)
-    keys, labels = gather_rows(z[own], 8), torch.arange(8, dtype=torch.int16)
-    assert torch.equal(keys, z) and torch.equal(gather_rows(labels[own], 8), labels)
+    keys, labels = gather_rows(z[own], 8), torch.arange(8, dtype=torch.int16) + 300
+    assert torch.equal(keys, z) and torch.equal(gather_rows(labels[own], 8, dtype=torch.bfloat16), labels)
     x = (z[own] / 3).requires_grad_()                          # sent as float16; the gradient stays float32
     gathered = gather_rows(x, 8, dtype=torch.float16)
     assert gathered.dtype == torch.float32 and torch.equal(gathered, (z / 3).half().float())
