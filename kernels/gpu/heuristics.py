@@ -18,7 +18,7 @@ import torch
 MAX_SMALL_D = 128              # up to this D, gradient_small_d is expected to be faster than gradient
 MAX_QUEUE_D = 256              # up to this D, registers can hold a tile of rows and its gradient
 TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n columns per row in registers
-SHIFT_LOGITS = 2 ** 26         # up to this many logits, launches for a shift cost more than the shift saves
+SHIFT_LOGITS = 2 ** 26         # up to this many logits, a shift should save less than its launches cost
 WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in products.py
 TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of statistics in lse_forward (see table_block_shape)
 STRIP_BYTES = 2 ** 29          # 512 MiB: limit for a strip in fused_forward_backward (see strip_height)

@@ -188,7 +188,7 @@ def launch(kernel, grid, *arguments, **keywords):
     """Do what kernel[grid](*arguments, **keywords) does; the first argument is a tensor.
 
     The first launch with a key lets Triton compile the kernel. Later ones call the compiled kernel, which
-    takes about 60 % of the time that Triton needs to find and launch it.
+    takes the host less time than Triton's own search for it.
     """
     if INTERPRETED:
         kernel[grid](*arguments, **keywords)
