@@ -41,12 +41,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import own_rows, similarity_lse
-from kernels.training import equal_texts
+from kernels import check_rows, checks, own_rows, similarity_lse
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.papers.simcse_equal_texts import log_equal_texts, text_ids
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
@@ -70,8 +70,8 @@ def make_parser():
         epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
         lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--ignore-equal", action="store_true",
-        help="leave out negatives whose text is the anchor, its positive, or a positive of another row with "
-             "the same anchor; default off (paper)")
+        help="leave out negatives that mean the same as the anchor: a text means the same as its copies and "
+             "positives, and as the copies and positives of these, and so on; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
         help="weight of the masked-LM loss; 0: off; default 0 (paper; its variant with this loss has 0.1)")
     add("--dropout", type=at_least(0, most=0.999), group="model",
@@ -122,7 +122,7 @@ def build_model(args, run):
 
 
 def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
-                anchor_ids=None, impl="auto"):
+                impl="auto"):
     """Return the mean loss of N anchors. Embeddings have one float type and any norm; they are normalised.
 
     z1                    (N, D) anchors; a zero vector has cosine 0 with every vector
@@ -130,40 +130,41 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2; None: no hard negatives
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
     offset                row of z2, z3 and ids that belongs to this rank's first anchor
-    ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives whose text is
-                          that of the anchor's positive are left out. None: all negatives are used
-    anchor_ids            (M,) integers that identify the anchors' texts, used only with ids. They also leave
-                          out negatives whose text is the anchor or a positive of another row with this anchor
+    ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives with the id of
+                          the anchor's positive are left out. None: all negatives are used
     returns               scalar: float64 for float64 inputs, else float32; an anchor without negatives adds 0
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
-    equal_texts.check_loss_arguments(z1, z2, z3, hard_negative_weight, offset, ids, anchor_ids)
-    hard = []                                                  # list of n tensors (M, D)
-    if z3 is not None:
-        hard = [z3] if z3.ndim == 2 else z3.unbind(1)
-    z1, z2, *hard = [unit_rows(z) for z in (z1, z2, *hard)]
-    if ids is not None:
-        return equal_texts.loss_without_equal_texts(z1, z2, hard, ids, temperature, hard_negative_weight,
-                                                    offset, impl, anchor_ids)
+    z3 = z3[:, None] if z3 is not None and z3.ndim == 2 else z3
+    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D", None), ids=(ids, "M t", int, None),
+               t=1 if z3 is None else 1 + z3.shape[1])
+    checks.check_same_dtype(z1=z1, z2=z2, z3=z3)
+    checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
+    z1, z2, *hard = [unit_rows(z) for z in (z1, z2, *(() if z3 is None else z3.unbind(1)))]
     local = slice(offset, offset + len(z1))                    # rows of z2 and z3 that belong to the anchors
-    others = dict(temperature=temperature, exclude="diagonal", offset=offset, impl=impl)
-    negatives = similarity_lse(z1, z2, **others)               # log Σ_{j≠i} exp s(z1_i, z2_j)
+
+    def negatives_lse(keys, column):                           # log Σ_{j≠i} exp s(z1_i, key_j)
+        exclude = "diagonal" if ids is None else ("diagonal", ids[local, 0], ids[:, column])
+        return similarity_lse(z1, keys, temperature, exclude=exclude, offset=offset, impl=impl)
+
+    negatives = negatives_lse(z2, 0)
     positive = (z1 * z2[local]).sum(1) / temperature
-    for z in hard:                                             # the paper has one hard negative per anchor
+    for column, z in enumerate(hard, 1):                       # the paper has one hard negative per anchor
         own = hard_negative_weight + (z1 * z[local]).sum(1) / temperature
-        negatives = torch.logaddexp(torch.logaddexp(negatives, own), similarity_lse(z1, z, **others))
+        if ids is not None:                                    # not −inf, whose gradient would be NaN
+            own = own.masked_fill(ids[local, column] == ids[local, 0], torch.finfo(own.dtype).min)
+        negatives = torch.logaddexp(torch.logaddexp(negatives, own), negatives_lse(z, column))
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
 
 
-def compute_loss(model, batch, rows, args, ids=None, anchor_ids=None):
+def compute_loss(model, batch, rows, args, ids=None):
     """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log. batch:
-    this rank's texts, from model.batch. ids, anchor_ids: as in simcse_loss; None without --ignore-equal."""
+    this rank's texts, from model.batch. ids: as in simcse_loss; None without --ignore-equal."""
     z1, *keys = model(batch).chunk(args.count)                 # keys: positives, then hard negatives
     z2, *hard = [gather_keys(z, rows, args) for z in keys]
     with loss_autocast(z1, args):
         loss = simcse_loss(z1, z2, torch.stack(hard, 1) if hard else None, args.temperature,
-                           args.hard_negative_weight, offset=own_rows(rows).start, ids=ids,
-                           anchor_ids=anchor_ids, impl=args.impl)
+                           args.hard_negative_weight, offset=own_rows(rows).start, ids=ids, impl=args.impl)
     loss = loss * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:
@@ -177,9 +178,8 @@ def compute_loss(model, batch, rows, args, ids=None, anchor_ids=None):
 
 
 @command
-def main(argv=None, data=None):
-    """Run the script. data replaces --data: a path, or rows in memory (list, array, dict, DataFrame ...)."""
-    args = make_parser().parse_args(argv, data=data)
+def main(argv=None):
+    args = make_parser().parse_args(argv)
     if args.evaluate:
         return evaluate_model(Evaluator(args), __file__)
     table = load_data(args.data, args)
@@ -190,14 +190,14 @@ def main(argv=None, data=None):
     total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
     run.begin(model, optimizer, total)
     tokens = tokenise_table(table, model, run)
-    equal_texts.log_equal_texts(tokens, args)
+    log_equal_texts(tokens, args)
     evaluator.evaluate_before(model, run)
     model.train()
     for step, picked in run.steps(total, len(tokens)):         # picked: row numbers of the global batch
         set_lr(optimizer, warmup_linear(step - 1, total, 0, args.lr))
         batch = model.batch(*tokens.views(picked[own_rows(len(picked))], args.count))
-        ids = equal_texts.text_ids(tokens, picked, run.device) if args.ignore_equal else ()
-        loss, values = compute_loss(model, batch, len(picked), args, *ids)
+        ids = text_ids(tokens, picked, run.device) if args.ignore_equal else None
+        loss, values = compute_loss(model, batch, len(picked), args, ids)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

@@ -13,7 +13,7 @@ import sys
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))  # where kernels/ is
 from kernels.benchmark import DEFAULT_SIZES, caption, in_mb, in_ms, largest_cases, load_result, name_ours
 from kernels.training.errors import command, fail
-from kernels.training.plot import new_figure, save_figure
+from kernels.training.plot import new_figure
 
 COLOURS = {"eager": "C7", "compile": "C5", "ours": "black", "triton": "C8", "blockwise": "C9", "torch": "C6",
            "memeff": "C0", "Inf-CL": "C1", "CCE": "C2", "Liger": "C3", "siglip-kernel": "C4"}
@@ -38,7 +38,7 @@ def plot(result, path):
     for axis in axes[-1]:
         axis.set_xlabel("N: rows in the batch")
     figure.suptitle(caption(result), fontsize=10)
-    save_figure(figure, path)
+    figure.savefig(path, dpi=150)
 
 
 def panel_title(row):

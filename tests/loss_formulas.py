@@ -119,7 +119,7 @@ def moco_loss(q, k, queue, temperature):
     return queue_loss(unit(q), unit(k.detach()), queue, temperature)
 
 
-def simcse_loss(z1, z2, z3, temperature, hard_negative_weight=0.0, ids=None, anchor_ids=None):
+def simcse_loss(z1, z2, z3, temperature, hard_negative_weight=0.0, ids=None):
     keys = [z2] if z3 is None else [z2, *(z3[:, None] if z3.dim() == 2 else z3).unbind(1)]
     own, logits = torch.eye(len(z1), dtype=torch.bool), []
     for column, z in enumerate(keys):
@@ -127,10 +127,6 @@ def simcse_loss(z1, z2, z3, temperature, hard_negative_weight=0.0, ids=None, anc
         s = s + hard_negative_weight * own.double() if column else s
         if ids is not None:                                    # a text equal to the positive is no negative
             equal = ids[:, column] == ids[:, :1]
-            if anchor_ids is not None:                         # nor is the anchor, or its other positives
-                same_anchor = (anchor_ids == anchor_ids[:, None]).double()
-                positives = same_anchor @ (ids[:, :1] == ids[:, column]).double()
-                equal = (positives > 0) | (ids[:, column] == anchor_ids[:, None])
             s = s.masked_fill(equal & ~own if column == 0 else equal, -torch.inf)
         logits.append(s)
     return cross_entropy(torch.cat(logits, 1), torch.arange(len(z1)))

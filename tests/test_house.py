@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS, KERNELS, CORE = sorted(ROOT.glob("*.py")), ROOT / "kernels", ROOT / "kernels" / "training"
-TOOLS = [CORE / f"{name}.py" for name in ("plot", "equal_texts")]
+TOOLS = [CORE / "plot.py"]
 BENCHMARK, PLOT = KERNELS / "benchmark.py", ROOT / "docs" / "plot_kernels.py"
 PAPERS = [*(CORE / "papers").glob("*.py"), *TOOLS]
 TRAINING = [file for file in CORE.rglob("*.py") if file not in PAPERS]

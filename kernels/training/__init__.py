@@ -4,7 +4,7 @@ Scripts for texts and scripts for images share these modules. Each imports only 
 
 errors      user errors, printed messages, and @command, which prints an error without a traceback
 progress    progress bars and the remaining time
-data        tables of texts, from files or from memory, and the roles of their columns
+data        tables of texts from files, and the roles of their columns
 flags       the command line: flags that scripts share, --recipe (preset values of flags), --resume
 ranks       the processes (ranks) of a run: torchrun's environment variables, and joining the process group
 out         the output folder --out: atomic writes, model cards, and checksums of the inputs
@@ -18,5 +18,5 @@ text/       sentences: tokens, encoders, checkpoints, masked language models, ev
 images/     images: data sets, file formats, loading, augmentation, encoders, evaluation
 papers/     modules for one paper each; a file name begins with the name of the paper's script
 
-Others: plot (draws runs), equal_texts (--ignore-equal)
+plot        python -m kernels.training.plot: draws the loss and the score of runs
 """

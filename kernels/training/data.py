@@ -1,4 +1,4 @@
-"""Tables of texts: rows in memory, or data files (.parquet, or .txt .csv .tsv .json .jsonl, also with .gz).
+"""Tables of texts: files with the extensions .txt .csv .tsv .json .jsonl (also with .gz) and .parquet.
 
 read_table checks all rows of a file before a script uses them. Files are read row by row; only a .json file
 is loaded as a whole and must fit in memory. An error message names the file and the wrong row.
@@ -11,15 +11,12 @@ first row of a .csv or .tsv is a header if it has usual column names, or if look
 import csv
 import functools
 import gzip
-import hashlib
 import itertools
 import json
-import os
 import re
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 from .errors import fail, log
@@ -141,52 +138,13 @@ READERS = {".txt": read_txt, ".csv": functools.partial(read_csv, separator=",", 
            ".json": read_json, ".jsonl": read_jsonl, ".parquet": read_parquet}
 
 
-def rows_in_memory(data):
-    """Return the rows of data in memory: a list of texts or rows, a dict of columns, a DataFrame, a Dataset
-    or an array. A table of pandas, polars or datasets is recognised by its attribute `columns` or
-    `column_names`, so that these packages need not be imported."""
-    kind = type(data)
-    if hasattr(kind, "columns") or hasattr(kind, "column_names"):
-        names = getattr(data, "column_names", None) or data.columns
-        data = {str(name): data[name] for name in names}
-    if isinstance(data, Mapping):
-        columns = {name: column if isinstance(column, str) else [*map(to_python, to_python(column))]
-                   for name, column in data.items()}
-        lengths = {name: len(column) for name, column in columns.items()}
-        if len({*lengths.values()}) > 1 or any(isinstance(column, str) for column in columns.values()):
-            fail(f"data of type {kind.__name__}: columns of lengths {lengths}, expected lists of one length")
-        return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
-    rows = to_python(data)
-    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):          # a list or a PyTorch Dataset
-        return [to_row(to_python(rows[i])) for i in range(len(rows))]
-    fail(f"data of type {kind.__name__}: expected texts or rows in a list or array, a dict of columns, a "
-         "DataFrame, or a path")
-
-
-def to_row(row):
-    """Convert a text, list or tuple to a list, and a namedtuple to a dict. Return other rows unchanged."""
-    if isinstance(row, str):
-        return [row]
-    if hasattr(row, "_asdict"):                                # a namedtuple
-        return row._asdict()
-    return [*map(to_python, row)] if isinstance(row, (list, tuple)) else row
-
-
-def to_python(value):
-    """Convert an array or column to a list, and a NumPy number to a Python number. Keep other values."""
-    for method in ("to_list", "tolist", "to_pylist"):          # in turn: polars or pandas, NumPy, pyarrow
-        if hasattr(value, method):
-            return getattr(value, method)()
-    return value
-
-
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Table:
-    """The rows of a data file, or rows in memory. Iterating yields (place, cells), such as ("line 3", [...]).
+    """The rows of a data file. Iterating yields (place, cells), such as ("line 3", ["A man eats."]).
 
-    data        a path, another Table, or rows in memory (see rows_in_memory)
+    path        path of the file
     roles       {role: usual column names}; columns are put in the order of the roles. None: no roles
     columns     columns to read, by name or by number from 1, in the order of the roles; None: all columns
     names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
@@ -199,30 +157,19 @@ class Table:
     cell_roles  role of each column that is read, such as "anchor"; not set if the columns have no roles
     """
 
-    def __init__(self, data, roles=None, columns=None, names=(), join=False, negatives=0):
-        self.path = self.rows = self.keys = self.header = self.indices = None
-        self.roles, self.columns, self.join, self.negatives = roles, columns, join, negatives
+    def __init__(self, path, roles=None, columns=None, names=(), join=False, negatives=0):
+        self.path, self.roles, self.columns = Path(path), roles, columns
+        self.join, self.negatives = join, negatives
+        self.header = self.keys = self.indices = self.header_row = self.count = self.width_of_rows = None
         self.has_header = self.is_unusual = False
-        self.header_row, self.changed = None, Counter()
-        if isinstance(data, Table):
-            self.path, self.rows = data.path, data.rows
-        elif isinstance(data, (str, os.PathLike)):
-            self.path = Path(os.fsdecode(data))
-        else:
-            self.rows = rows_in_memory(data)
-        self.count = None if self.path else len(self.rows)
-        self.kind = self.path and Path(self.path.name.lower().removesuffix(".gz")).suffix
-        if self.path and self.kind not in READERS:
-            fail(f"{data}: expected a name that ends in {', '.join(READERS)}; .gz may follow")
+        self.changed = Counter()
+        self.kind = Path(self.path.name.lower().removesuffix(".gz")).suffix
+        if self.kind not in READERS:
+            fail(f"{path}: expected a name that ends in {', '.join(READERS)}; .gz may follow")
         self.find_columns(names)
 
     def __str__(self):
-        return str(self.path) if self.path else f"{len(self.rows):,} rows in memory, sha1 {self.digest[:12]}"
-
-    @functools.cached_property
-    def digest(self):
-        """The SHA-1 checksum of the rows in memory. --resume compares the checksum to detect changed data."""
-        return hashlib.sha1(repr(self.rows).encode("utf-8", "surrogatepass")).hexdigest()
+        return str(self.path)
 
     def __len__(self):
         return self.count
@@ -233,11 +180,7 @@ class Table:
 
     def raw_rows(self):
         """Yield (place, row) for each row after the header. A row is a list, a dict, or a RowError."""
-        if self.path:
-            rows = READERS[self.kind](self.path)
-        else:
-            rows = ((f"row {i}", row) for i, row in enumerate(self.rows, 1))
-        return itertools.islice(rows, int(self.has_header), None)
+        return itertools.islice(READERS[self.kind](self.path), int(self.has_header), None)
 
     def find_columns(self, names):
         """Read the first rows, and set keys (the column names if rows are dicts), header, indices
@@ -336,27 +279,27 @@ class Table:
         return [[to_text(cell, self.kind) for cell in cells] for cells in rows]
 
     def spread(self, row):
-        """Return one row per positive of `row`, whose cells may be lists. Each has all negatives of `row`."""
-        cells = {"before": [], "positives": [[]], "negatives": [], "after": []}
+        """Return one row for each positive of `row`, whose cells may be lists of positives and negatives.
+        Each of these rows has the anchor and all negatives of `row`."""
+        if len(self.cell_roles) == 1:
+            return [row]
+        texts = {role: [] for role in self.roles}
         for role, cell in zip(self.cell_roles, row):
-            if role in REPEATABLE_ROLES:
-                cells["negatives"] += cell if isinstance(cell, list) else [cell]
-            elif isinstance(cell, list) and [role] == [*self.roles][1:2]:
-                cells["positives"] = [[positive] for positive in cell]
-            else:
-                cells["after" if cells["negatives"] or cells["positives"] != [[]] else "before"].append(cell)
-        negatives = cells["negatives"]
-        if not cells["positives"] or not negatives and {*self.cell_roles} & {*REPEATABLE_ROLES}:
+            texts[role] += cell if isinstance(cell, list) and role != self.cell_roles[0] else [cell]
+        if not all(texts[role] for role in self.cell_roles):
             raise RowError("an empty list; fill it or delete the row")
+        negatives = texts.get("negative")
         if negatives and self.negatives:
             if len(negatives) != self.negatives:
                 self.changed["cut" if len(negatives) > self.negatives else "repeated"] += 1
-            negatives = [*itertools.islice(itertools.cycle(negatives), self.negatives)]
-        rows = [cells["before"] + positive + negatives + cells["after"] for positive in cells["positives"]]
-        self.cells = getattr(self, "cells", len(rows[0]))
-        if len(rows[0]) != self.cells:
+            texts["negative"] = [*itertools.islice(itertools.cycle(negatives), self.negatives)]
+        anchor, positives, *others = texts.values()
+        others = [*itertools.chain(*others)]
+        rows = [[*anchor, positive, *others] for positive in positives]
+        self.width_of_rows = self.width_of_rows or len(rows[0])
+        if len(rows[0]) != self.width_of_rows:
             hint = "" if self.negatives == 0 else "; --negatives N repeats or cuts the negatives of each row"
-            raise RowError(f"{len(rows[0])} texts, expected {self.cells} as in the first row{hint}")
+            raise RowError(f"{len(rows[0])} texts, expected {self.width_of_rows} as in the first row{hint}")
         return rows
 
 
@@ -378,7 +321,7 @@ def to_text(cell, kind):
 
 
 def read_table(path, check=None, **options):
-    """Check all rows of a data file or Table, and return (header, Table). Fail if a row is wrong.
+    """Check all rows of a data file, and return (header, Table). Fail if a row is wrong.
 
     check     function: cells of a row → error message, or None if the row is right
     options   further arguments of Table
@@ -402,17 +345,6 @@ def read_table(path, check=None, **options):
         log("note", f"--negatives {table.negatives}: negatives {found}")
     table.count = count
     return table.header, table
-
-
-def read_numbers(path, columns):
-    """Return the numbers in some columns of a data file or Table, as one list per row. Fail if a cell is not
-    a number, or if a number is too large for float32."""
-    def error(cells):
-        if not all(re.fullmatch(NUMBER, cell.strip()) and abs(float(cell)) < 3e38 for cell in cells):
-            return f"found {', '.join(cells)[:60]}, expected numbers"
-
-    _, table = read_table(path, error, columns=columns)
-    return [[float(cell) for cell in cells] for _, cells in table]
 
 
 # ── names of columns ────────────────────────────────────────────────────────────────────────────────────────

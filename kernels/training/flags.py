@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from .data import Table
 from .errors import fail, log
 
 
@@ -185,17 +184,10 @@ class ScriptParser(argparse.ArgumentParser):
             default = default if isinstance(default, tuple) else (default,)
             self.add_shared(f"--{name.replace('_', '-')}", *default)
 
-    def parse_args(self, args=None, namespace=None, data=None):
-        """Parse the flags. --resume adds the flags of the run in --out. A recipe changes default values.
-
-        data   the data argument of main, used instead of --data: a path, or rows in memory (see data.Table)
-        """
+    def parse_args(self, args=None, namespace=None):
+        """Parse the flags. --resume adds the flags of the run in --out. A recipe changes default values."""
         given = sys.argv[1:] if args is None else [*map(str, args)]
         parsed = super().parse_args(given, namespace)
-        if data is not None and parsed.data is not None:
-            fail(f"--data {parsed.data}: main was called with data, too; give only one of the two")
-        if isinstance(data, (str, os.PathLike)):
-            given, data = [*given, f"--data={os.fsdecode(data)}"], None
         args, saved = given, {"command": [], "inputs": {}}
         if getattr(parsed, "resume", False):
             saved |= saved_run(parsed.out)
@@ -210,11 +202,9 @@ class ScriptParser(argparse.ArgumentParser):
         # argparse sets no default for an attribute that exists, so a flag that is not given stays None
         found = vars(super().parse_args(args, argparse.Namespace(**dict.fromkeys(vars(parsed)))))
         parsed.given = [name for name, value in found.items() if value is not None]
-        if data is not None:
-            parsed.data = Table(data)
         self.check_inputs(parsed)
         for flag, values in input_values(parsed):
-            for value in values if data is None or flag != "data" else ():     # not for rows in memory
+            for value in values:
                 check_path(f"--{flag.replace('_', '-')} {value}", value, saved["inputs"].get(flag))
         if name:
             self.log_recipe(parsed, name)

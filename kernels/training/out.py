@@ -149,8 +149,8 @@ def fingerprints(args):
 
 def fingerprint(value):
     """Return the checksum of an input. A file is hashed as a whole. Of a folder, hash the names and sizes of
-    all files, and the contents of HASHED_FILES files (of all, if there are fewer). Return other values
-    unchanged: hub names, and descriptions of rows in memory, which contain a checksum."""
+    all files, and the contents of HASHED_FILES files (of all, if there are fewer). Return a hub name
+    unchanged."""
     digest = hashlib.sha1()
     for name in [value] if os.path.exists(value) else value.split(","):        # as in TRAIN.tsv,TEST.tsv
         path = Path(name)
@@ -163,7 +163,7 @@ def fingerprint(value):
                 digest.update(os.fsencode(name) + b" %d " % (path / name).stat().st_size)
                 if i % every == 0:
                     hash_file(digest, path / name)
-        else:                                                  # a hub name, rows in memory
+        else:                                                  # a hub name
             return value
     return digest.hexdigest()
 

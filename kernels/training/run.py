@@ -120,7 +120,7 @@ class Run:
     def settings(self):
         """Return the settings that --resume must not change: flags, number of processes, input checksums."""
         fixed = {name: value for name, value in vars(self.args).items() if name not in MAY_CHANGE}
-        return fixed | dict(data=str(self.args.data), world=self.world_size, inputs=self.inputs)
+        return fixed | dict(world=self.world_size, inputs=self.inputs)
 
     def start_folder(self):
         """Mark the run in --out as unfinished, and write args.json and a copy of the script.

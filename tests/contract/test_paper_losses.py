@@ -65,8 +65,6 @@ CASES = {
         simcse.simcse_loss, formulas.simcse_loss, {}, dict(z3=None), dict(z3=MANY),
         dict(hard_negative_weight=1.3), dict(hard_negative_weight=-0.7, z3=MANY),
         dict(hard_negative_weight=0.4, ids=torch.stack([IDS, IDS * 3 % 7], 1)),
-        dict(hard_negative_weight=0.4, ids=torch.stack([IDS, IDS * 3 % 7], 1),
-             anchor_ids=IDS.flip(0) * 2 % 9),
         z1=X, z2=Y, z3=Z, temperature=0.2),
     "selfguided": cases(
         selfguided.selfguided_loss, formulas.selfguided_loss, dict(objective="base"), dict(objective="opt1"),

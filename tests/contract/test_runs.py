@@ -206,16 +206,6 @@ def test_copies_need_only_kernels(here):
         assert weights(here / "out" / name)
 
 
-def test_rows_from_python(tmp_path):
-    """main(data=rows) trains on rows in memory as on the same rows in a file."""
-    rows = [("A man eats.", "He eats."), ("It rains.", "It is wet."), ("A dog runs.", "An animal moves.")]
-    (tmp_path / "rows.csv").write_text("".join(f"{a},{b}\n" for a, b in rows))
-    words = ["simcse", "--model", "scratch", "--batch-size", 3, "--steps", 2]
-    train([*words, "--out", "memory"], tmp_path, data=rows)
-    train([*words, "--data", "rows.csv", "--out", "file"], tmp_path)
-    assert weights(tmp_path / "memory") == weights(tmp_path / "file")
-
-
 def record_norms(path):
     """Append the gradient norms before clipping and before each step to a file; replace random masks."""
     mlm.mask_tokens = mask_every_fourth

@@ -1,18 +1,15 @@
-"""Test the reading of data files and of rows in memory: formats, columns and their roles, lists in cells, and
-errors that name the file and the row."""
-import collections
+"""Test the reading of data files: formats, columns and their roles, lists in cells, and errors."""
 import csv
 import gzip
 import json
 import re
 import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.training.data import SENTENCE_COLUMNS, Table, empty_cell, read_table
+from kernels.training.data import SENTENCE_COLUMNS, empty_cell, read_table
 from kernels.training.errors import UserError
 from running import NLI, ONE_BATCH, embed_saved, run_text
 
@@ -153,64 +150,28 @@ def test_lists_of_positives_and_negatives(tmp_path, capsys):
     assert "--negatives 2: negatives cut in 1 rows, repeated in 1 rows" in capsys.readouterr().out
 
 
-# ── rows in memory ──
-
-THREE = [tuple(row) for row in NLI[:3]]
-COLUMNS = {name: [*cells] for name, cells in zip(NAMES, zip(*THREE))}
-Pair = collections.namedtuple("Pair", NAMES)
-
-
-class Frame:
-    """Imitates a DataFrame of pandas: iteration yields the column names, and columns are arrays."""
-    columns = NAMES
-    __iter__ = NAMES.__iter__
-
-    def __getitem__(self, name):
-        return np.array(COLUMNS[name])
-
-
-@pytest.mark.parametrize("data, header", [
-    (THREE, None), (np.array(THREE), None), (torch.utils.data.Subset(THREE, range(3)), None),
-    ([dict(zip(NAMES, row)) for row in THREE], NAMES), ([Pair(*row) for row in THREE], NAMES),
-    (COLUMNS, NAMES), (Frame(), NAMES)])
-def test_rows_in_memory(data, header):
-    """Each type gives the same rows as the list THREE. Rows in another order have another checksum."""
-    found, table = read_table(Table(data), empty_cell, roles=SENTENCE_COLUMNS)
-    assert found == (header and ["anchor sent0", "positive sent1", "negative hard_neg"])
-    for _ in range(2):
-        assert [*table] == [(f"row {i}", [*row]) for i, row in enumerate(THREE, 1)]
-    assert re.fullmatch(r"3 rows in memory, sha1 [0-9a-f]{12}", str(table))
-    assert str(table) == str(Table(data)) != str(Table(THREE[::-1]))
-
-
-@pytest.mark.parametrize("data, wanted", [
-    (iter(THREE), "data of type list_iterator: expected texts or rows in a list .*"),
-    ({"a": ["A"], "b": ["A", "B"]}, "data of type dict: columns of lengths .*, expected lists of one length"),
-    ([THREE[0], None], "2 rows in memory, .* row 2: expected a row of texts, found 'None'"),
-    ([THREE[0], ("A", np.nan, "b")], ".* row 2: expected only texts, found 'nan'; .*"), ([], ".*: no rows")])
-def test_wrong_rows_in_memory(data, wanted):
-    with pytest.raises(UserError, match=f"^{wanted}$"):
-        read_table(Table(data), empty_cell, roles=SENTENCE_COLUMNS)
-
-
 # ── what is trained ──
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_ignore_equal(columns, tmp_path, bert):
-    """The keys of an anchor are its positive, and all positives and hard negatives whose text is neither the
-    anchor nor a positive of a row with the same anchor. The output shows how the first row is read."""
+    """The keys of an anchor are its positive, and all positives and hard negatives with another meaning. The
+    output shows how the first row is read."""
     texts = [row[0] for row in NLI[:9]]
     rows = [[texts[(i + column * (i % 4 + 1)) % 9] for column in range(columns)] for i in range(12)]
+    for i, row in enumerate(rows):
+        row[1:2] = [texts[(i + 3 * (i % 3)) % 9]][: columns - 1]       # texts 1, 4 and 7 are linked
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--ignore-equal"]
     result = run_text("simcse", tmp_path, rows, *flags)
     z1, *keys = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     anchors, *others = zip(*rows)
     others = others or [anchors]
-    positives = {*zip(anchors, others[0])}
-    texts_of_keys = [text for column in others for text in column]
-    left_out = torch.tensor([[text == anchor or (anchor, text) in positives for text in texts_of_keys]
-                             for anchor in anchors])
+    linked = torch.eye(9, dtype=torch.bool)                    # texts that occur as anchor and positive
+    linked[[*map(texts.index, anchors)], [*map(texts.index, others[0])]] = True
+    for _ in range(4):                                         # 16 links reach all linked texts
+        linked = (linked | linked.T).float() @ (linked | linked.T).float() > 0
+    keys_of_rows = [texts.index(text) for column in others for text in column]
+    left_out = linked[[*map(texts.index, anchors)]][:, keys_of_rows]
     left_out[range(12), range(12)] = False
     logits = (z1 @ torch.cat(keys or [z1]).T / 0.05).masked_fill(left_out, -torch.inf)
     assert result.losses == [pytest.approx(F.cross_entropy(logits, torch.arange(12)).item(), abs=1e-4)]
