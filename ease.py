@@ -11,10 +11,11 @@ z'_i (two dropout masks), an entity vector e_i = W E[entity], and hard negatives
     L_ent = −1/N Σ_i log( exp(cos(z_i, e_i) / τ)
                           / Σ_j [ exp(cos(z_i, e_j) / τ) + Σ_k exp(cos(z_i, h_jk) / τ + w [i = j]) ] )
 
-The table E has a trained vector for each entity. W maps these vectors to the space of the sentences. E and W
-are dropped after training. [i = j] is 1 if i = j and 0 if not, so w is added only to the logits of a
-sentence's own hard negatives. With the paper's temperature τ = 100 and weight λ = 0.01, the entity loss has a
-small effect. By default, the sentence's own entity is never used as a negative (--equal-entities).
+The table E has a trained vector for each entity. With its gradient and AdamW's state, E needs 12 GB for a
+million entities of 768 numbers. W maps these vectors to the space of the sentences. E and W are dropped after
+training. [i = j] is 1 if i = j and 0 if not, so w is added only to the logits of a sentence's own hard
+negatives. With the paper's temperature τ = 100 and weight λ = 0.01, the entity loss has a small effect. By
+default, the sentence's own entity is never used as a negative (--equal-entities).
 
     python ease.py --model scratch --data tests/data/entities.tsv --dev tests/data/sts.tsv
     python ease.py --data ease-dataset-en.json --entity-vectors enwiki_768d.txt --dev stsb-dev.tsv
@@ -53,7 +54,7 @@ from kernels.training.data import normalise_name, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.papers.ease_entities import LazyEmbedding, load_entity_vectors, make_records
+from kernels.training.papers.ease_entities import load_entity_vectors, make_records
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
@@ -182,7 +183,7 @@ def add_entities(model, titles, args):
     init_linear(linear, model.encoder.config)
     tanh = torch.nn.Sequential(linear, torch.nn.Tanh())
     model.entity_map = {"linear": linear, "tanh": tanh, "none": torch.nn.Identity()}[args.entity_map]
-    model.entities = LazyEmbedding(vectors, min(len(titles), args.batch_size * (1 + args.hard_negatives)))
+    model.entities = torch.nn.Embedding.from_pretrained(vectors, freeze=False)
     origin = f"{found:,} of them from {args.entity_vectors}" if found else "random"
     log("entities", f"{len(titles):,} vectors of width {vectors.shape[1]}, {origin}, {args.entity_map} map, "
                     f"temperature {args.entity_temperature:g}, weight {args.entity_weight:g}")
@@ -238,16 +239,13 @@ def compute_loss(model, batch, rows, args):
     batch: (tokens of both views from model.batch, entities from sample_entities) of this rank's rows."""
     tokens, ids = batch
     z1, z2 = model(tokens).chunk(2)
-    own, n = own_rows(rows), len(z1)
-    ids = gather_rows(ids, rows)
-    # each rank looks up the entities of all ranks, so that all ranks update the same rows of the table E
-    e = model.entity_map(model.entities(ids)[own])             # (n, 1 + m, D)
+    n, offset = len(z1), 0
+    e = model.entity_map(model.entities(ids))                  # (n, 1 + m, D)
     if args.negative_group_size:
-        offset = 0
-        groups = zip(*[x.split(args.negative_group_size) for x in (z1, z2, e, ids[own])])
+        groups = zip(*[x.split(args.negative_group_size) for x in (z1, z2, e, ids)])
     else:
-        offset = own.start
-        groups = [(z1, gather_keys(z2, rows, args), gather_keys(e, rows, args), ids)]
+        offset = own_rows(rows).start
+        groups = [(z1, gather_keys(z2, rows, args), gather_keys(e, rows, args), gather_rows(ids, rows))]
     simcse, entity = 0.0, 0.0
     for z1, z2, e, ids in groups:
         common = dict(offset=offset, impl=args.impl)
@@ -277,14 +275,12 @@ def main(argv=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
     epoch_steps = steps_per_epoch(len(sentences), args.batch_size)
     total = args.steps or args.epochs * epoch_steps
-    rates = [warmup_linear(step, total, args.warmup_steps, args.lr) for step in range(total)]
     run.begin(model, optimizer, total, args.warmup_steps)
-    model.entities.set_schedule(rates, run.step)
     tokens = tokenise_table(sentences, model, run)
     evaluator.evaluate_before(model, run)
     model.train()
     for step, picked in run.steps(total, len(tokens)):
-        set_lr(optimizer, rates[step - 1])
+        set_lr(optimizer, warmup_linear(step - 1, total, args.warmup_steps, args.lr))
         own = picked[own_rows(len(picked))]
         epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # --form code samples only once
         ids = sample_entities([records[i] for i in own], epoch, args).to(run.device)
@@ -294,8 +290,7 @@ def main(argv=None):
         all_reduce_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        model.entities.step()
-        run.log_metrics(values, lr=rates[step - 1])
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
             evaluator.evaluate_and_save(model, run)
     evaluator.finish(model, run)
