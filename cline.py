@@ -19,10 +19,8 @@ learned number for each loss L_i:
 Data: a .txt file has one text per line; .csv .tsv .json .jsonl .parquet files have columns, chosen by
 --columns, else by a header (original, synonym, antonym ...), else by their order:
     1 column   text. --tagger finds nouns, verbs, adjectives, adverbs; WordNet gives words that replace them
-    3 columns  original, synonym text, antonym text. Words that differ from the original count as replaced
-    5 columns  as --save-triples writes them: the same three texts, and for each copy a list of the words that
-               were or could have been replaced. A word is start:end:code. start and end count characters of
-               the copy; code is 0 kept, 1 inflected, 2 synonym, 3 hypernym, 4 antonym, 5 random word
+    3 columns  original, synonym text, antonym text, as --save-triples writes them. Words that differ from the
+               original count as replaced
 
 Expected: training raises two scores on the held-out rows. "hits" is the percentage of originals that are
 nearer to their synonym text than to their antonym text; "margin" is the mean of h·h_syn − h·h_ant.
@@ -54,9 +52,9 @@ from kernels import check_rows, checks, own_rows
 from kernels.training.data import describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.papers import cline_triples as triple_files
-from kernels.training.papers.cline_triples import ROLES, make_triples, read_triple, tokenise_triples
+from kernels.training.papers.cline_triples import ROLES, label_copies, make_triples, tokenise_triples
 from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.checkpoint import load_hint, save
@@ -110,11 +108,10 @@ SCRATCH = dict(batch_size=32, length=300, lr=2e-3, warmup_part=10)
 
 def load_data(path, args):
     """Return (texts, WordNet) for one column, else (triples, None). Set the flags that were not given."""
-    header, table = read_table(path, lambda cells: empty_cell(cells[:3]), roles=ROLES, columns=args.columns)
+    header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
     place, cells = next(iter(table))
-    if len(cells) not in (1, 3, 5):
-        expected = "1 (text), 3 (original, synonym, antonym) or 5 (and synonym_words, antonym_words)"
-        fail(f"{path} {place}: {len(cells)} columns, expected {expected}")
+    if len(cells) not in (1, 3):
+        fail(f"{path} {place}: {len(cells)} columns, expected 1 (text) or 3 (original, synonym, antonym)")
     for name in ("wordnet", "tagger", "save_triples", "synonym_rate", "antonym_rate"):
         if len(cells) > 1 and getattr(args, name) is not None:
             fail(f"--{name.replace('_', '-')}: {path} already holds triples; leave the flag out")
@@ -123,7 +120,7 @@ def load_data(path, args):
     log_first_row(table)
     if len(cells) == 1:
         return [cells[0] for _, cells in table], triple_files.load_wordnet(path, args)
-    return [read_triple(cells, f"{path} {place}") for place, cells in table], None
+    return [label_copies(cells) for _, cells in table], None
 
 
 def make_batch(rows, model):
@@ -133,7 +130,7 @@ def make_batch(rows, model):
     [*originals, *synonym texts, *antonym texts]. labels: RTD's class of each token, −100 if RTD ignores it.
     targets: original ids of masked tokens, else −100. Only originals are masked, and only in training.
     """
-    originals, synonyms, antonyms, synonym_labels, antonym_labels, _ = zip(*rows)
+    originals, synonyms, antonyms, synonym_labels, antonym_labels = zip(*rows)
     texts = [*originals, *synonyms, *antonyms]
     labels = [*(np.full(len(ids), -100) for ids in originals), *synonym_labels, *antonym_labels]
     special = torch.tensor(model.tokenizer.all_special_ids)
@@ -332,14 +329,6 @@ def split_held_out(tokens, args):
     return tokens[: len(tokens) - count], tokens[len(tokens) - count :]
 
 
-def make_optimizer(model, args):
-    """Return AdamW with weight decay for matrices only, not for biases, layer norms and the numbers s_i."""
-    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
-    others = [weight for weight in model.parameters() if weight.ndim <= 1]
-    groups = [dict(params=matrices, weight_decay=0.01), dict(params=others, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=args.lr, eps=args.eps, fused=True)
-
-
 @command
 def main(argv=None):
     args = make_parser().parse_args(argv)
@@ -361,7 +350,7 @@ def main(argv=None):
     if args.epochs and not args.steps:
         total = args.epochs * steps_per_epoch(len(tokens), args.batch_size)
     warmup = total // args.warmup_part if args.warmup_steps is None else args.warmup_steps
-    optimizer = make_optimizer(model, args)
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.01), lr=args.lr, eps=args.eps, fused=True)
     run.begin(model, optimizer, total, warmup)
     triple_files.save_triples(triples, run)
     if held_out and run.step == 0:

@@ -1,5 +1,4 @@
 """Test CLINE's triples: replaced words, their labels, .csv files of triples, and labels of tokens."""
-import csv
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -8,8 +7,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from kernels.training.data import read_table
 from kernels.training.papers import cline_triples
-from kernels.training.papers.cline_triples import CODES, KINDS, align_words, read_triple
+from kernels.training.papers.cline_triples import KINDS, align_words, label_copies
 from kernels.training.papers.cline_wordnet import WordNet, tag_words
 from running import DATA, SENTENCES
 
@@ -29,7 +29,7 @@ def test_one_kind_of_replacement_per_text(side, text, kinds, monkeypatch):
     for number, kind in kinds.items():
         monkeypatch.setattr(rng, "random", lambda: number)
         new, labels = cline_triples.replace_words(text, words, KINDS[side], 1, WORDNET, rng)
-        assert {code for *_, code in labels} - {0} == ({CODES[kind]} if kind else set())
+        assert {kind for *_, kind in labels} - {None} == ({kind} - {None})
         assert (new == text) == (kind is None)
 
 
@@ -40,15 +40,15 @@ def test_triples():
     first, triples = (cline_triples.make_triples(TEXTS, WORDNET, args) for _ in range(2))
     args.seed = 1
     assert first == triples != cline_triples.make_triples(TEXTS, WORDNET, args)
-    names, words = {code: kind for kind, code in CODES.items()}, tag_words(TEXTS, None, WORDNET)
+    words = tag_words(TEXTS, None, WORDNET)
     found = {side: Counter() for side in KINDS}
     for text, row, tagged in zip(TEXTS, triples, words, strict=True):
         candidates = [word for word in tagged if word[2]]
         for copy, labels, side, rate in zip(row[1:3], row[3:], KINDS, rates):
-            replaced, restored = [names[code] for *_, code in labels if code], copy
-            for (start, end, pos), (a, b, code) in reversed(list(zip(candidates, labels, strict=True))):
+            replaced, restored = [kind for *_, kind in labels if kind], copy
+            for (start, end, pos), (a, b, kind) in reversed(list(zip(candidates, labels, strict=True))):
                 old, new = text[start:end], copy[a:b]
-                options = WORDNET.replacements(names[code], old.lower(), pos) if code else [old]
+                options = WORDNET.replacements(kind, old.lower(), pos) if kind else [old]
                 assert new in options
                 restored = restored[:a] + old + restored[b:]
             most = int(rate * len(tagged) + 1e-9)
@@ -60,24 +60,24 @@ def test_triples():
 
 
 def test_files_of_triples(tmp_path):
-    """Written triples can be read again. Without labels, words not in the original count as replaced."""
-    labels = [(3, 7, 0), (9, 12, 2)], [(0, 3, 5)]
-    triples = [('He said "no",\nthen', 'He said "not",\nthen', "She, 'yes'", *labels),
-               ("He", "He", "He", [], [])]
-    cline_triples.write_triples(triples, tmp_path / "triples.csv")
-    with open(tmp_path / "triples.csv", newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
-    assert tuple(header) == cline_triples.COLUMNS and [read_triple(row, "") for row in rows] == triples
-    assert align_words("A dog.", "A big dog.") == [(0, 1, 0), (2, 5, 1), (6, 9, 0), (9, 10, 0)]
+    """Saved texts can be read again. Words of a copy that are not in the original count as replaced."""
+    texts = ('He said "no",\nthen', 'He said "not",\nthen', "She, 'yes'")
+    run = SimpleNamespace(rank=0, args=SimpleNamespace(save_triples=tmp_path / "triples.csv"))
+    cline_triples.save_triples([(*texts, [], [])], run)
+    _, table = read_table(tmp_path / "triples.csv", roles=cline_triples.ROLES)
+    assert [tuple(cells) for _, cells in table] == [texts]
+    found = [bool(kind) for *_, kind in align_words("A dog eats.", "A big cat eats.")]
+    assert found == [False, True, True, False, False]
     texts = "a b", "a c", "d b"
-    assert read_triple(texts, "") == (*texts, [(0, 1, 0), (2, 3, 1)], [(0, 1, 1), (2, 3, 0)])
+    *_, synonym, antonym = label_copies(texts)
+    assert synonym == [(0, 1, None), (2, 3, "replace")] and antonym == [(0, 1, "replace"), (2, 3, None)]
 
 
 @pytest.mark.parametrize("form, other", [("paper", 0), ("code", -100)])
 def test_labels_of_tokens(form, other):
     """A token has the label of the word in which the token starts (released code). With a byte-level
     tokenizer, a token may begin with the space before the word."""
-    text, words = "naïve bread makers go", [(0, 5, 0), (6, 18, 3)]
+    text, words = "naïve bread makers go", [(0, 5, None), (6, 18, "hypernym")]
     offsets = [(0, 0), (0, 2), (2, 5), (5, 11), (6, 11), (11, 14), (14, 18), (18, 21), (19, 21), (0, 0)]
     encoding = SimpleNamespace(offsets=offsets, special_tokens_mask=[1, *[0] * 8, 1])
     labels = cline_triples.token_labels(text, words, encoding, 2, form)
@@ -88,9 +88,9 @@ def test_labels_of_tokens(form, other):
 def test_tokenised_triples_are_truncated_with_their_labels(bert):
     """Truncation may cut a replaced word. A row whose truncated copy equals the original is left out."""
     model = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(bert))
-    rows = [("a dog eats", "a hound eats", "a cat eats", [(2, 7, 2), (8, 12, 0)], [(2, 5, 4)]),
-            ("the small dog", "the small hound", "a cat", [(10, 15, 2)], [(0, 1, 1)]),
-            ("a", "b", "a", [(0, 1, 2)], [])]
+    rows = [("a dog eats", "a hound eats", "a cat eats", [(2, 7, True), (8, 12, None)], [(2, 5, True)]),
+            ("the small dog", "the small hound", "a cat", [(10, 15, True)], [(0, 1, True)]),
+            ("a", "b", "a", [(0, 1, True)], [])]
     args, none = SimpleNamespace(form="paper", max_length=8), -100             # 6 letters, 2 special tokens
     (row,), _ = cline_triples.tokenise_triples(rows, model, args)
     assert [len(x) for x in row[:5]] == [8] * 5

@@ -6,7 +6,6 @@ import pytest
 
 from kernels.training.papers.ease_entities import load_entity_vectors
 
-
 TABS = "the\t9 9 9\nENTITY/New York\t1 -2 0.5\nNew York\t8 8 8\nENTITY/Ulm\t0.25 3 4\nENTITY/Bonn\t7 7 7\n"
 GLOVE = TABS.replace(" York", "_York").replace("\t", " ")
 
