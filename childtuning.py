@@ -361,7 +361,7 @@ def main(argv=None):
         torch.manual_seed(args.seed)
         optimizer.masks = find_child(model, train, args)
         torch.manual_seed(args.seed + run.rank)                # different dropout on each rank
-    logged = {"loss": math.nan}
+    logged = {"loss": math.nan}                                # values of the last step that was not skipped
     for step, batch in run.steps(total, len(train)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup_steps(args, total), args.lr))
         rows = [train[i] for i in batch[own_rows(len(batch))]]
@@ -371,12 +371,11 @@ def main(argv=None):
         all_reduce_gradients(model)
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             optimizer.step()
+            logged = values
         else:
             run.extra_state["skipped"] += 1
-            values = logged                                    # those of the last step that was not skipped
             log("note", f"step {step}: the gradient is not finite; the step is skipped")
-        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
-        logged = run.values
+        run.log_metrics(logged, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
         if run.eval_due:
             classifier.evaluate_and_save(model, dev, args, run)
     classifier.finish_run(run, args)

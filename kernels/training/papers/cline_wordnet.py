@@ -98,7 +98,8 @@ class WordNet:
             raise ValueError
         # hypernyms (@), antonyms (!): [(key of a synset, number of one of its words, or 0 for all words)]
         targets = {"@": [], "!": []}
-        for symbol, other, letter, numbers in zip(*[iter(pointers)] * 4):
+        for i in range(0, len(pointers), 4):
+            symbol, other, letter, numbers = pointers[i : i + 4]
             if symbol in targets:
                 targets[symbol].append(((self.POS_BY_LETTER[letter], int(other)), int(numbers[2:], 16)))
         self.synsets[pos, offset] = words, targets

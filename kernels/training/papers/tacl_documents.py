@@ -51,15 +51,21 @@ def next_documents(path, offset, count, model):
     offset     byte of the file from which to read
     returns    [[token ids of a sentence, ...] per document] without special tokens, offset of the next byte
     """
-    found, ends = zip(*itertools.islice(cycle_documents(path, offset), count))
-    rows, _ = tokenise([sentence for sentences in found for sentence in sentences], model.tokenizer, 514)
+    sentences, lengths, end = [], [], offset
+    for document, end in itertools.islice(cycle_documents(path, offset), count):
+        sentences += document
+        lengths.append(len(document))
+    rows, _ = tokenise(sentences, model.tokenizer, 514)
     ids = (row[1:-1] for row in rows)      # without [CLS] and [SEP], at most 512 ids are left (released code)
-    documents = [[row for row in (next(ids) for _ in sentences) if len(row)] for sentences in found]
-    documents = [document for document in documents if document]
+    documents = []
+    for length in lengths:
+        document = [row for row in itertools.islice(ids, length) if len(row)]
+        if document:
+            documents.append(document)
     if len(documents) < 2:
         fail(f"{path}: the tokenizer finds tokens in {len(documents)} of {count:,} documents from byte "
              f"{offset:,} on, expected at least 2")
-    return documents, ends[-1]
+    return documents, end
 
 
 def sentence_pairs(documents, model, args, rng):
@@ -86,17 +92,24 @@ def sentence_pairs(documents, model, args, rng):
             is_random = not b or rng.random() < 0.5
             if is_random:
                 other = documents[(i + rng.randrange(1, len(documents))) % len(documents)]
-                j, room = rng.randrange(len(other)), target - sum(map(len, a))
-                b, end = [], split
-                while not b or j < len(other) and sum(map(len, b)) < room:
-                    b.append(other[j])
-                    j += 1
+                b = sentences_of_length(other[rng.randrange(len(other)) :], target - sum(map(len, a)))
+                end = split
             a, b = truncate_pair(np.concatenate(a), np.concatenate(b), max_tokens, rng)
             ids = np.concatenate([cls, a, sep, b, sep], dtype=np.int32)
             pairs.append((ids, np.arange(len(ids)) >= len(a) + 2, is_random))
             start = end
     rng.shuffle(pairs)
     return pairs
+
+
+def sentences_of_length(sentences, least):
+    """Return the first sentences, at least one, until they have `least` tokens together."""
+    taken = sentences[:1]
+    for sentence in sentences[1:]:
+        if sum(map(len, taken)) >= least:
+            break
+        taken.append(sentence)
+    return taken
 
 
 def truncate_pair(a, b, max_tokens, rng):

@@ -217,7 +217,8 @@ def choose_head(args, saved, pooling, default_use, pooler, config):
     if weights == "pooler" or saved_head == "pooler":
         if pooler is None:
             fail(f"--head pooler: {args.model} has no pooler")
-        return pooler, "pooler", use or (saved_head and "keep") or default_use or "keep"
+        default_use = "keep" if saved_head == "pooler" else default_use or "keep"
+        return pooler, "pooler", use or default_use
     if saved_head is not None:
         return saved_head, "saved", use or "keep"
     if getattr(args, "evaluate", False) or not (use or default_use):
