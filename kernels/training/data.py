@@ -29,7 +29,7 @@ SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 te
 REPEATABLE_ROLES = "negative", "candidate"
 OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
                    entity positiveentity negativeentity entitytype page article originentity
-                   original synonym antonym synonymwords antonymwords""".split()
+                   original synonym antonym""".split()
 FIRST_ROWS = 20                                                # rows that are read first, to find the columns
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
 NAME = r"[^\W\d_][\w-]*"                                      # what an unusual column name looks like

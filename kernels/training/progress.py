@@ -1,5 +1,4 @@
 """Progress of long work: a bar on a terminal, lines in a log, and the remaining time."""
-import math
 import resource
 import sys
 import time
@@ -31,20 +30,14 @@ def progress(items, name, unit="", **more):
 
 
 class Clock:
-    """Measures the time of a run. Evaluations are pauses: they do not count as training time.
-
-    first_step   step after which the loop starts: 0 in a new run, the saved step with --resume
-    pauses       number of pauses so far; paused_seconds is their total time
-    """
+    """Measures the time of a training loop. Evaluations are pauses: they do not count as training time."""
 
     def __init__(self):
-        self.pauses, self.paused_seconds = 0, 0.0
         self.start(0)
 
     def start(self, step):
-        """Start timing the loop after `step`. Earlier pauses only help seconds_left to predict later ones."""
-        self.began, self.first_step = time.perf_counter(), step
-        self.earlier_seconds = self.paused_seconds
+        """Start to measure a loop, whose first step is the one after `step`."""
+        self.began, self.first_step, self.paused_seconds = time.perf_counter(), step, 0.0
 
     def seconds(self):
         """Return the seconds since start() was called."""
@@ -52,20 +45,15 @@ class Clock:
 
     def count_pause(self, began):
         """Count the time since `began`, an earlier result of seconds(), as a pause."""
-        self.pauses += 1
         self.paused_seconds += self.seconds() - began
 
     def seconds_per_step(self, step):
         """Return the mean time in seconds of the training steps up to `step`, without pauses."""
-        paused = self.paused_seconds - self.earlier_seconds
-        return max(1e-9, (self.seconds() - paused) / (step - self.first_step))
+        return max(1e-9, (self.seconds() - self.paused_seconds) / (step - self.first_step))
 
-    def seconds_left(self, step, total, eval_every):
-        """Return the expected seconds until the end of the run. Evaluations take place every `eval_every`
-        steps and at the end."""
-        evaluations = math.ceil(total / eval_every) - step // eval_every if step < total else 0
-        mean = self.paused_seconds / max(1, self.pauses)
-        return self.seconds_per_step(step) * (total - step) + mean * evaluations
+    def seconds_left(self, step, total):
+        """Return the expected seconds until the end of the run, from the mean speed so far with pauses."""
+        return self.seconds() * (total - step) / (step - self.first_step)
 
 
 def step_line(clock, row, total, args, score=""):
@@ -75,7 +63,7 @@ def step_line(clock, row, total, args, score=""):
     score   the evaluation's score as text; "" at a step without evaluation
     """
     step, done = row["step"], 16 * row["step"] // total
-    left = round(clock.seconds_left(step, total, args.eval_every))
+    left = round(clock.seconds_left(step, total))
     speed = args.batch_size / clock.seconds_per_step(step)
     line = (f"{step:7,}/{total:,} {'━' * done}{'─' * (16 - done)}  loss {row['loss']:.4f}  "
             f"lr {row['lr']:.1e}  {speed:,.0f} rows/s  left {left // 60}:{left % 60:02}")

@@ -167,6 +167,8 @@ class Run:
 
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
+        if self.eval_due and self.values:
+            self.clock.count_pause(self.logged_at)
         if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
             if not self.eval_due:                              # before an evaluation, log_metrics calls it
                 self.check_finite()
@@ -174,8 +176,6 @@ class Run:
         if self.eval_due or stop:
             self.extra_state["step"] = self.step
             self.save_state()
-        if self.eval_due and self.values:
-            self.clock.count_pause(self.logged_at)
         if stop:
             kept = "saved; --resume continues" if self.args.keep_state != "never" else "--keep-state never"
             log("stopped", f"at step {self.step}, {kept}")
