@@ -194,7 +194,7 @@ def add_regulariser_gradient(model, fixed, args):
 
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the contrastive loss of a global batch of `rows` rows, and the values to
-    log. batch: (tokens, views) of this rank's rows, from model.batch and layer_views. The regulariser is
+    log. batch: (tokens, views) of this rank's rows, from model.batch and pool_layers. The regulariser is
     not in this loss: add_regulariser_gradient adds its gradient after the backward pass."""
     tokens, views = batch
     if args.objective != "opt3":                               # sample one layer for each sentence
@@ -210,11 +210,6 @@ def compute_loss(model, batch, rows, args):
         loss = selfguided_loss(c, h, args.temperature, args.objective, gathered=gathered,
                                offset=own_rows(rows).start, impl=args.impl) * (len(c) / rows)
     return loss, {"loss": loss.detach()}
-
-
-def layer_views(model, fixed, tokens, args):
-    """Return the views (rows, layers, H) float32: outputs of the layers of F, pooled over tokens."""
-    return pool_layers(model, fixed, tokens, model.layers, [args.view_pooling])[:, :, 0]
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +235,7 @@ def main(argv=None):
         set_lr(optimizer, warmup_linear(step - 1, total, math.ceil(total / 10), args.lr))
         own = picked[own_rows(len(picked))]
         batch = model.batch(*tokens.views(own, 1))
-        views = layer_views(model, fixed, batch, args)
+        views = pool_layers(model, fixed, batch, model.layers, args.view_pooling)
         loss, values = compute_loss(model, (batch, views), len(picked), args)
         optimizer.zero_grad()
         loss.backward()

@@ -40,10 +40,7 @@ Departures from the released code:
   - The released code reads an empty cell as a full stop; this script reports an error.
 """
 import functools
-import hashlib
-import itertools
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -97,7 +94,8 @@ RADIUS_DEFAULTS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25),
 
 
 def load_data(path, args):
-    """Return the distinct rows of --data, and set the defaults of flags that were not given."""
+    """Return the distinct rows [(place, cells)] of --data, because equal sentences would be each other's
+    neighbours. Set the defaults of flags that were not given."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     place, cells = next(iter(table))
     columns = len(cells)
@@ -108,7 +106,10 @@ def load_data(path, args):
     fill_defaults(args, SCRATCH_DEFAULTS if scratch else PAPER_DEFAULTS)
     if args.radius is None and args.relative_radius is None:
         fill_defaults(args, RADIUS_DEFAULTS["scratch" if scratch else args.form])
-    rows = DistinctRows(table)
+    first_with = {}                                            # {cells: the first row with these cells}
+    for place, cells in table:
+        first_with.setdefault(tuple(cells), (place, cells))
+    rows = [*first_with.values()]
     check_batch_size(len(rows), path, args.batch_size, "distinct rows")
     if args.radius is not None and args.relative_radius is not None:
         fail(f"--radius {args.radius:g} --relative-radius {args.relative_radius:g}: expected only one")
@@ -118,24 +119,6 @@ def load_data(path, args):
     log("vascl", f"{args.mode}: {describe_table(table, header)}, {len(rows):,} of them distinct")
     log_first_row(table)
     return rows
-
-
-class DistinctRows:
-    """The rows of a table without duplicates. Equal sentences would be each other's neighbours."""
-
-    def __init__(self, table):
-        hashes = bytearray()                                   # 8 bytes per row: texts may not fit in memory
-        for _, cells in table:
-            hashes += hashlib.blake2b(repr(cells).encode(), digest_size=8).digest()
-        _, first = np.unique(np.frombuffer(hashes, np.uint64), return_index=True)
-        self.table, self.is_first = table, np.zeros(len(table), bool)
-        self.is_first[first] = True
-
-    def __len__(self):
-        return int(self.is_first.sum())
-
-    def __iter__(self):
-        return itertools.compress(self.table, self.is_first)
 
 
 def build_model(args, run):

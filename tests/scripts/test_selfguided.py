@@ -8,9 +8,10 @@ from transformers import AutoModel
 import loss_formulas
 import selfguided
 from formulas import POOL
+from kernels.training.papers.selfguided_layers import pool_layers
 from kernels.training.text import tokens
 from running import ONE_BATCH, SENTENCES, embed_unbatched, run_text
-from selfguided import add_regulariser_gradient, compute_loss, layer_views
+from selfguided import add_regulariser_gradient, compute_loss
 
 ROWS = [["Yes."], ["no, " * 20], *SENTENCES[:10]]
 TEXT = [row[0] for row in ROWS]
@@ -38,7 +39,7 @@ def test_first_loss_matches_the_formula(objective, flags, pooling, layers, tmp_p
         monkeypatch.setitem(tokens.GROUP_COST, "cpu", cost)
         batch = model.batch(tokens.tokenise(TEXT, model.tokenizer, 128)[0])
         assert len(batch) == 1 if cost else len(batch) > 4
-        found = layer_views(model, encoder, batch, result.args)
+        found = pool_layers(model, encoder, batch, model.layers, pooling)
         torch.testing.assert_close(found, views, atol=1e-5, rtol=1e-5)
 
 
@@ -60,10 +61,11 @@ def test_fixed_copy_does_not_change_and_regularises_the_tuned_copy(form, tmp_pat
         assert torch.equal(weight, start[name]) == name.startswith("embeddings."), name
     assert {name.split(".")[0] for name in result.state["model"]} == {"encoder", "projection"}
     batch = model.batch(tokens.tokenise(TEXT, model.tokenizer, 128)[0])
-    same = torch.equal(*(layer_views(model, fixed, batch, args) for _ in range(2)))
+    same = torch.equal(*(pool_layers(model, fixed, batch, model.layers, "max") for _ in range(2)))
     assert same == (form == "paper") and not torch.equal(model(batch), model(batch))
     model.zero_grad()
-    compute_loss(model, (batch, layer_views(model, fixed, batch, args)), 12, args)[0].backward()
+    views = pool_layers(model, fixed, batch, model.layers, "max")
+    compute_loss(model, (batch, views), 12, args)[0].backward()
     pairs = list(zip(model.encoder.encoder.parameters(), fixed.encoder.parameters()))
     expected = [tuned.grad + 0.6 * (tuned - fixed) for tuned, fixed in pairs]
     distance = sum((tuned - fixed).square().sum() for tuned, fixed in pairs).item()

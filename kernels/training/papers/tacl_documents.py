@@ -52,9 +52,10 @@ def next_documents(path, offset, count, model):
     returns    [[token ids of a sentence, ...] per document] without special tokens, offset of the next byte
     """
     sentences, lengths, end = [], [], offset
-    for document, end in itertools.islice(cycle_documents(path, offset), count):
+    for document, next_byte in itertools.islice(cycle_documents(path, offset), count):
         sentences += document
         lengths.append(len(document))
+        end = next_byte
     rows, _ = tokenise(sentences, model.tokenizer, 514)
     ids = (row[1:-1] for row in rows)      # without [CLS] and [SEP], at most 512 ids are left (released code)
     documents = []
