@@ -188,10 +188,9 @@ class ScriptParser(argparse.ArgumentParser):
         """Parse the flags. --resume adds the flags of the run in --out. A recipe changes default values."""
         given = sys.argv[1:] if args is None else [*map(str, args)]
         parsed = super().parse_args(given, namespace)
-        args, saved = given, {"command": [], "inputs": {}}
-        if getattr(parsed, "resume", False):
-            saved |= saved_run(parsed.out)
-            given = [*map(str, saved["command"]), *given]      # flags given now override those of the run
+        args = given
+        if parsed.resume:
+            given = [*saved_command(parsed.out), *given]       # flags given now override those of the run
             args = [*given, "--out", parsed.out]               # override the old name of a moved folder
             parsed = super().parse_args(args, namespace)
         implied = (name for name in self.implied if getattr(parsed, name))
@@ -205,7 +204,9 @@ class ScriptParser(argparse.ArgumentParser):
         self.check_inputs(parsed)
         for flag, values in input_values(parsed):
             for value in values:
-                check_path(f"--{flag.replace('_', '-')} {value}", value, saved["inputs"].get(flag))
+                if os.path.exists(value) and not (os.path.isfile(value) or os.path.isdir(value)):
+                    fail(f"--{flag.replace('_', '-')} {value}: neither a file nor a folder; a pipe is not "
+                         "accepted, because data are read twice")
         if name:
             self.log_recipe(parsed, name)
         return parsed
@@ -215,9 +216,8 @@ class ScriptParser(argparse.ArgumentParser):
         source, flags = self.recipes[name]
         words = []
         for flag, value in flags.items():
-            actual, preset = (" ".join(map(str, x)) if isinstance(x, list) else str(x)
-                              for x in (getattr(parsed, flag), value))
-            changed = "" if actual == preset else f" (not {preset})"
+            actual = getattr(parsed, flag)
+            changed = "" if actual == value else f" (not {value})"
             words.append(f"--{flag.replace('_', '-')} {actual}{changed}")
         log("recipe", f"{name}, {source}: {', '.join(words)}")
 
@@ -244,14 +244,13 @@ class ScriptParser(argparse.ArgumentParser):
         fail(message)
 
 
-def saved_run(out):
-    """Return {"command": words of the command line, "inputs": {flag: checksum}} of a run, or {}."""
+def saved_command(out):
+    """Return the words of the command line of the run in an output folder; [] if there is no run."""
     path = Path(out) / "args.json"
     if not path.is_file():
-        return {}
+        return []
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        return {"command": [*saved["command"]], "inputs": dict(saved["inputs"])}
+        return [*map(str, json.loads(path.read_text(encoding="utf-8"))["command"])]
     except (ValueError, LookupError, TypeError) as error:
         fail(f"--resume: {path} is damaged ({type(error).__name__}); start a new run in another folder")
 
@@ -267,20 +266,6 @@ def input_values(args):
         if values:
             found.append((name, values))
     return found
-
-
-def check_path(flag, value, saved):
-    """Fail if the value of a flag names a pipe or a device, or a path of a resumed run that does not exist.
-
-    saved   checksum of the flag's values in the run that is resumed, which contains a value that was not a
-            path, such as a hub name; None: a new run
-    """
-    for path in [value] if os.path.exists(value) else value.split(","):        # as in TRAIN.tsv,TEST.tsv
-        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-            fail(f"{flag}: neither a file nor a folder; a pipe is not accepted, because data are read twice")
-        if not os.path.exists(path) and value not in (saved or value):
-            fail(f"--resume: {flag} was not found; a relative path begins at the folder in which the run was "
-                 "started, so resume there, or give this flag again")
 
 
 def run_flags(parser, **defaults):

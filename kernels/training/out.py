@@ -152,19 +152,18 @@ def fingerprint(value):
     all files, and the contents of HASHED_FILES files (of all, if there are fewer). Return a hub name
     unchanged."""
     digest = hashlib.sha1()
-    for name in [value] if os.path.exists(value) else value.split(","):        # as in TRAIN.tsv,TEST.tsv
-        path = Path(name)
-        if path.is_file():
-            hash_file(digest, path)
-        elif path.is_dir():
-            names = [name for name in names_below(path) if (path / name).is_file()]
-            every = math.ceil(len(names) / HASHED_FILES)
-            for i, name in enumerate(names):
-                digest.update(os.fsencode(name) + b" %d " % (path / name).stat().st_size)
-                if i % every == 0:
-                    hash_file(digest, path / name)
-        else:                                                  # a hub name
-            return value
+    path = Path(value)
+    if not path.exists():                                      # a hub name
+        return value
+    if path.is_file():
+        hash_file(digest, path)
+        return digest.hexdigest()
+    names = [name for name in names_below(path) if (path / name).is_file()]
+    every = math.ceil(len(names) / HASHED_FILES)
+    for i, name in enumerate(names):
+        digest.update(os.fsencode(name) + b" %d " % (path / name).stat().st_size)
+        if i % every == 0:
+            hash_file(digest, path / name)
     return digest.hexdigest()
 
 
