@@ -29,15 +29,16 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+from childtuning import compute_loss
 from finetune import attention_mask_of, classify_with_features, gathered_rows
 from kernels import check_rows, checks, own_rows, sup_con_loss
-from kernels.training.data import empty_cell, join_names, normalise_name
+from kernels.training.data import empty_cell, join_names, normalise_name, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.run import Run
 from kernels.training.text import classifier
-from kernels.training.text.classifier import classify, describe_scores, make_batch, task_loss, tokenise_texts
+from kernels.training.text.classifier import describe_scores, make_batch, tokenise_texts
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -75,27 +76,23 @@ def load_data(path, args):
 
 
 def load_unseen(args):
-    """Read --ood into [(texts, 0)], where 0 replaces a label. The columns are the text columns of --data; all
-    columns if the file has no header. Fail if scikit-learn, which local_outlier_factor needs, is missing."""
+    """Read --ood into [(texts, 0)], where 0 replaces a label. A file without a header has only the text
+    columns of --data. Fail if scikit-learn, which local_outlier_factor needs, is not installed."""
     if not args.data or not args.dev:
         fail(f"--ood {args.ood}: requires --data (training texts) and --dev (other texts of these classes)")
     try:
         import sklearn.neighbors  # noqa: F401
     except ImportError:
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
-    header, table, named = classifier.read_table_with_names(args.ood, args.text_columns)
-    names, expected = ([*map(normalise_name, columns)] for columns in (header, args.text_columns))
-    if not named and len(names) == len(expected):
-        names = expected
-    if not set(expected) <= set(names):
-        fail(f"{args.ood}: columns {join_names(header)}; expected the text columns of {args.data}: "
+    header, table = read_table(args.ood, empty_cell, names=args.text_columns)
+    rows = [cells for _, cells in table]
+    wanted = [normalise_name(name) for name in args.text_columns]
+    found = [normalise_name(name) for name in header] if header else wanted
+    if not set(wanted) <= set(found) or len(rows[0]) != len(found):
+        fail(f"{args.ood}: {len(rows[0])} columns, expected the text columns of {args.data}: "
              f"{join_names(args.text_columns)}")
-    rows = [(place, tuple(cells[names.index(name)] for name in expected)) for place, cells in table]
-    for place, texts in rows:
-        if fault := empty_cell(texts):
-            fail(f"{args.ood} {place}: {fault}")
     log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
-    return [(texts, 0) for _, texts in rows]
+    return [(tuple(cells[found.index(name)] for name in wanted), 0) for cells in rows]
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,20 +173,13 @@ def adversarial_views(model, inputs, labels, size):
 
 
 def compute_ood_loss(model, batch, rows, args):
-    """Return the same as compute_loss for the contrastive loss of the first stage."""
+    """Return the loss of the first stage and the values to log, as compute_loss does for the second stage."""
     inputs, labels = batch
     logits, z, z_adv = adversarial_views(model, inputs, labels, args.adversarial)
     loss = ood_contrastive_loss(z, z_adv, labels, args.temperature, args.form,
                                 **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
     # 0 · logits: the last layer's gradient is 0, not None, so AdamW steps as on several ranks
     loss = (loss + 0 * logits.sum()) * (len(labels) / rows)
-    return loss, {"loss": loss.detach()}
-
-
-def compute_loss(model, batch, rows, args):
-    """Return this rank's part of the cross entropy of the global batch, and the values to log."""
-    inputs, labels = batch
-    loss = task_loss(classify(model, inputs), labels) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
 
 

@@ -30,14 +30,8 @@ sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from kernels import check_rows, checks, own_rows
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, image_flags, ratio
+from kernels.training.images import encoders
 from kernels.training.images.dataset import ImageDataset
-from kernels.training.images.encoders import (
-    ImageEncoder,
-    load_head,
-    load_image_encoder,
-    read_mean_std,
-    save_encoder,
-)
 from kernels.training.images.evaluation import average_batch_statistics
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
 from kernels.training.papers.simclr_lars import LARS, make_optimizer
@@ -120,7 +114,7 @@ def classifier_head(width, args, count):
     activation that follow it, and then a new linear layer with `count` outputs, whose weights are 0."""
     layers = []
     if args.from_layer:
-        head = load_head(args.model) or nn.Sequential()
+        head = encoders.load_head(args.model) or nn.Sequential()
         linear = [i for i, part in enumerate(head) if isinstance(part, nn.Linear)]
         if args.from_layer > len(linear):
             fail(f"--from-layer {args.from_layer}: --model {args.model} has a head of {len(linear)} linear "
@@ -136,11 +130,11 @@ def classifier_head(width, args, count):
 def load_classifier(name, flag="--model", run=None):
     """Load a model that this script saved. Return an ImageEncoder in eval mode, which maps images
     (n, 3, S, S) in [0, 1] to logits (n, C). The names of the C classes are in encoder.config.id2label."""
-    head, encoder = load_head(name, flag), load_image_encoder(name, flag=flag)
+    head, encoder = encoders.load_head(name, flag), encoders.load_image_encoder(name, flag=flag)
     outputs = [layer.out_features for layer in head or () if isinstance(layer, nn.Linear)]
     if outputs[-1:] != [len(encoder.config.id2label)]:
         fail(f"{flag} {name}: has no classifier; expected the --out of a run of simclr_v2.py")
-    return ImageEncoder(encoder, head, run, *read_mean_std(name)).eval()
+    return encoders.ImageEncoder(encoder, head, run, *encoders.read_mean_std(name)).eval()
 
 
 def classifier_optimizer(model, lr, args):
@@ -204,7 +198,7 @@ def evaluate_and_save(model, images, run):
     average_batch_statistics(model)
     scores = {"top1": accuracy(model, images)} if images.test else {}
     if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
-        save_encoder(model, run, images.size)
+        encoders.save_encoder(model, run, images.size)
 
 
 def evaluate_model(args):

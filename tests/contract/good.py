@@ -9,11 +9,10 @@ from PIL import Image
 from command import DATA, train
 
 TEXT = "--model scratch --batch-size 4 --steps 1"
-IMAGES = "--data few.npz --batch-size 8 --steps 1"
-NEW = f"{IMAGES} --model resnet-small --probe-epochs 0"
+IMAGES = "--data few.npz --model resnet-small --batch-size 8 --steps 1 --probe-epochs 0"
 FLAGS = {
-    "simclr": NEW,
-    "moco": f"{NEW} --queue-size 16 --bn-splits 2",
+    "simclr": IMAGES,
+    "moco": f"{IMAGES} --queue-size 16 --bn-splits 2",
     "simcse": f"--data few.csv {TEXT}",
     "selfguided": f"--data few.txt --projection-dim 16 {TEXT}",
     "cline": f"--data few.txt --wordnet {DATA / 'wordnet'} --tagger lexicon {TEXT} --held-out-rows 2",
@@ -28,8 +27,8 @@ FLAGS = {
     "docs/more/cil": f"--data relations.jsonl {TEXT}",
     "docs/more/finetune": f"--data topics.tsv --supcon-weight 0.3 {TEXT}",
     "docs/more/ood": f"--data topics.tsv --ood-epochs 1 {TEXT}",
-    "docs/more/memory_bank": f"{NEW} --bn-splits 2",
-    "docs/more/simclr_v2": f"{IMAGES} --model net"}
+    "docs/more/memory_bank": f"{IMAGES} --bn-splits 2",
+    "docs/more/simclr_v2": "--data few.npz --model net --batch-size 8 --steps 1"}
 
 
 def words(command):

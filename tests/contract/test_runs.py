@@ -23,6 +23,7 @@ from running import free_port
 STS = ["--dev", DATA / "sts.tsv"]
 SENTENCES = ["--model", "scratch", "--data", DATA / "sentences.txt", *STS]
 IMAGES = ["--model", "resnet-small", "--data", DATA / "shapes.npz", "--batch-size", 60, "--probe-epochs", 0]
+TOPICS = ["--model", "scratch", "--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv"]
 WORDNET = ["--tagger", "lexicon", "--wordnet", DATA / "wordnet", "--data", DATA / "sentences.txt"]
 # {script: (flags of a run that learns, its steps, flags of --evaluate, pattern of the score before and after,
 # smallest gain)}. `places` replaces names of fixtures and files, such as "bert", by paths.
@@ -44,8 +45,7 @@ RUNS = {
     "ease": (["--model", "scratch", "--data", DATA / "entities.tsv", *STS], 30, STS, r"(\S+) → (\S+) at", 12),
     "vascl": ([*SENTENCES, "--neighbours", 4, "--radius", 0.2], 30, STS, r"(\S+) → (\S+) at", 4),
     "dclr": ([*SENTENCES, "--guide", "trained", "--phi", 0.994], 30, STS, r"(\S+) → (\S+) at", 8),
-    "childtuning": (["--model", "scratch", "--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv",
-                     "--mode", "F"], 120, ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30),
+    "childtuning": ([*TOPICS, "--mode", "F"], 120, TOPICS[4:], r"accuracy ()(\S+)", 30),
     "docs/more/consert": (SENTENCES, 40, STS, r"(\S+) → (\S+) at", 4),
     "docs/more/declutr": (["--model", "scratch", "--data", "articles.txt", *STS, "--max-length", 16], 40, STS,
                           r"(\S+) → (\S+) at", 1),
@@ -54,11 +54,8 @@ RUNS = {
     "docs/more/cil": (["--model", "scratch", "--data", DATA / "relations.jsonl",
                        "--dev", DATA / "relations_dev.jsonl"], 60, ["--data", DATA / "relations_dev.jsonl"],
                       r"auc (\S+) → (\S+),", 10),
-    "docs/more/finetune": (["--model", "scratch", "--data", DATA / "topics.tsv",
-                            "--dev", DATA / "topics_dev.tsv", "--supcon-weight", 0.3], 120,
-                           ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30),
-    "docs/more/ood": (["--model", "scratch", "--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv",
-                       "--ood-epochs", 2], 60, ["--dev", DATA / "topics_dev.tsv"], r"accuracy ()(\S+)", 30),
+    "docs/more/finetune": ([*TOPICS, "--supcon-weight", 0.3], 120, TOPICS[4:], r"accuracy ()(\S+)", 30),
+    "docs/more/ood": ([*TOPICS, "--ood-epochs", 2], 60, TOPICS[4:], r"accuracy ()(\S+)", 30),
     "docs/more/memory_bank": ([*IMAGES, "--bn-splits", 2, "--lr", 0.06], 30, IMAGES[2:4] + IMAGES[6:],
                               r"kNN (\S+) → (\S+) %", -100),
     "docs/more/simclr_v2": ([*IMAGES[:6], "--from-layer", 0], 4, IMAGES[2:4], r"top-1 ()(\S+) %", 0)}
@@ -259,8 +256,8 @@ def train_ranks(count, words, folder):
 # {script: its flags in test_processes_equal_one}. With these flags only token masks are random. Scripts for
 # images are tested in tests/training/images/test_dataset.py, which replaces their random augmentation.
 POOLED, CIL = ["--pooling", "avg"], ["--mlm-weight", 0, "--classifier-dropout", 0]
-FINETUNE = ["--data", DATA / "topics_dev.tsv", "--supcon-weight", 0.5, "--rdrop-weight", 0.5]
-OOD = ["--data", DATA / "topics_dev.tsv", "--ood-epochs", 1]
+FINETUNE = ["--data", TOPICS[-1], "--supcon-weight", 0.5, "--rdrop-weight", 0.5]
+OOD = ["--data", TOPICS[-1], "--ood-epochs", 1]
 RANKS = {
     "simcse": [*POOLED, "--mlm-weight", 0.1], "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
     "dclr": [*POOLED, "--guide", "bert"],

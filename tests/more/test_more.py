@@ -37,6 +37,5 @@ def test_uncorrected_adamw_matches_the_formula():
             kept = 1 - lr * decay if weight.dim() > 1 else 1
             expected[i] = kept * expected[i] - lr * m[i] / (v[i].sqrt() + eps)
         optimizer.step()
-    found = [weight.detach() for weight in model.parameters()]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close([w.detach() for w in model.parameters()], expected, rtol=1e-12, atol=1e-14)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]        # no frozen ones

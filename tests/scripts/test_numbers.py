@@ -81,9 +81,6 @@ DEFAULTS = [
     ("ood", "", dict(ood_epochs=20, epochs=20, temperature=0.1, adversarial=0.1))]
 
 
-IMAGE_SCRIPTS = "simclr", "moco", "memory_bank", "simclr_v2"
-
-
 @pytest.fixture(scope="module")
 def large_files(tmp_path_factory):
     """Return ({script: data file}, data file of other scripts), with enough rows for default batches."""
@@ -96,7 +93,8 @@ def large_files(tmp_path_factory):
     labels = np.arange(4096) % 2
     np.savez(folder / "images.npz", images=np.zeros((4096, 2, 2, 3), np.uint8), labels=labels)
     paths = {name: folder / f"{name}.tsv" for name in ("ease", "tacl")}
-    return paths | {name: folder / "images.npz" for name in IMAGE_SCRIPTS}, folder / "text.tsv"
+    scripts = "simclr", "moco", "memory_bank", "simclr_v2"
+    return paths | {name: folder / "images.npz" for name in scripts}, folder / "text.tsv"
 
 
 @pytest.mark.parametrize("name, flags, wanted", DEFAULTS)

@@ -1,5 +1,4 @@
-"""Test batch order, learning rates, and what the ranks of a run exchange, by comparison with simple
-implementations."""
+"""Compare batch order, learning rates, and what the ranks of a run exchange with simple implementations."""
 import itertools
 
 import pytest

@@ -1,4 +1,4 @@
-"""Test simclr_v2.py. Several processes are tested in tests/training/images/test_dataset.py."""
+"""Test memory_bank.py and simclr_v2.py. Several processes: tests/training/images/test_dataset.py."""
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -8,10 +8,32 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+import loss_formulas
+import memory_bank
 import simclr_v2
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
+from loss_check import numbers
 from running import DATA, run
 from simclr_v2 import load_classifier
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_step_with_a_memory_bank(momentum, monkeypatch):
+    """The positive of a query is the bank's slot of the same image; the negatives are sampled slots. The step
+    moves only the slots of the batch's images. They move towards the queries, and stay unit vectors."""
+    bank, q, rows = F.normalize(numbers(7, 5), dim=1), numbers(3, 5, seed=1).requires_grad_(), [4, 0, 6]
+    sampled = torch.tensor([0, 2, 2, 5])
+    model = Mock(return_value=q, bank=bank.clone())
+    monkeypatch.setattr(torch, "randint", lambda *size, device: sampled)
+    args = SimpleNamespace(queue_size=4, temperature=0.07, bank_momentum=momentum, impl="eager",
+                           precision="fp32")
+    loss, _ = memory_bank.compute_loss(model, q, rows, args)
+    wanted = loss_formulas.moco_loss(q, bank[rows], bank[sampled], 0.07)
+    gradients = [torch.autograd.grad(x, q)[0] for x in (loss, wanted)]
+    torch.testing.assert_close([loss, gradients[0]], [wanted, gradients[1]], rtol=1e-10, atol=1e-10)
+    moved = F.normalize(momentum * bank[rows] + (1 - momentum) * F.normalize(q.detach(), dim=1), dim=1)
+    expected = bank.index_copy(0, torch.tensor(rows), moved)
+    torch.testing.assert_close(model.bank, expected, rtol=1e-6, atol=1e-6)   # the bank is updated in float32
 
 
 @pytest.mark.parametrize("given", ["--teacher t --temperature 0.3", ""])
@@ -32,19 +54,6 @@ def test_loss_of_a_classifier(given, monkeypatch):
     torch.testing.assert_close(loss, wanted / 2)
 
 
-@pytest.mark.parametrize("optimizer", ["lars", "sgd"])
-def test_lars_does_not_scale_the_steps_of_the_classifier(optimizer):
-    """The weights of the last layer start at 0, so steps in proportion to their norm would stay small."""
-    model = torch.nn.Module()
-    model.encoder, model.head = torch.nn.Linear(4, 8), torch.nn.Sequential(torch.nn.Linear(8, 2))
-    args = SimpleNamespace(optimizer=optimizer, weight_decay=0.1)
-    groups = simclr_v2.classifier_optimizer(model, 0.1, args).param_groups
-    trusts = {id(weight): group.get("trust") for group in groups for weight in group["params"]}
-    assert len(trusts) == 4 and {group["weight_decay"] for group in groups} == {0.1}
-    assert trusts[id(model.head[0].weight)] is None
-    assert trusts[id(model.encoder.weight)] == (0.001 if optimizer == "lars" else None)
-
-
 def test_accuracy():
     """Classes are matched by name. An image of a class that the model does not have counts as an error."""
     images = Mock(classes=["cat", "dog", "ant"], test=Mock(labels=torch.tensor([0, 1, 2, 2])))
@@ -52,9 +61,6 @@ def test_accuracy():
     model.encoder.config.id2label = {0: "ant", 1: "cat"}
     images.encode_split.return_value = torch.eye(2)[[1, 1, 0, 1]]
     assert simclr_v2.accuracy(model, images) == 50
-
-
-SMALL = ["--model", "resnet-small", "--batch-size", 20, "--eval-every", 50]
 
 
 def test_the_seed_decides_which_labels_are_kept():
@@ -74,20 +80,23 @@ def test_finetuning_and_distillation(tmp_path):
     x[np.arange(260), :, :, y] += 120                          # each class has a colour
     data, first, tuned, student = (tmp_path / name for name in ("x.npz", "first", "tuned", "student"))
     np.savez(data, images=x[:200], labels=y[:200] + 5, test_images=x[200:], test_labels=y[200:] + 5)
+    small = ["--model", "resnet-small", "--batch-size", 20, "--eval-every", 50]
     given = ["--probe-epochs", 0, "--steps", 2, "--head-layers", 3, "--form", "code"]
-    run("simclr", first, "--data", data, *SMALL, *given)
+    run("simclr", first, "--data", data, *small, *given)
     head = load_file(first / "head.safetensors")
     for layer, last in ((0, 0), (1, 3), (3, 8)):               # last: index of the new layer
         start = simclr_v2.classifier_head(256, SimpleNamespace(from_layer=layer, model=str(first)), 3)
         assert len(start) == last + 1 and not start[-1].weight.any() and not start[-1].bias.any()
         assert all(torch.equal(weight, head[name]) for name, weight in start[:-1].state_dict().items())
-    given = ["--data", data, *SMALL, "--model", first, "--label-fraction", 0.25, "--steps", 40]
+    given = ["--data", data, *small, "--model", first, "--label-fraction", 0.25, "--steps", 40]
     result = run("simclr_v2", tuned, *given)
     assert len(result.model.head) == 4 and result.said["simclr_v2"].split()[1] in ("50", "51")
     assert result.steps[-1]["dev_top1"] > 60 and result.steps[-1]["loss"] < 1
+    others, last = result.run.optimizer.param_groups           # LARS does not scale the last layer's steps
+    assert others["trust"] and last["trust"] is None and last["params"] == [result.model.head[-1].weight]
     images, loaded = torch.rand(4, 3, 16, 16), load_classifier(tuned)
-    names = [*loaded.encoder.config.id2label.values()]
-    assert torch.equal(loaded(images), result.model.eval()(images)) and names == ["5", "6", "7"]
-    given = ["--teacher", tuned, "--data", data, *SMALL, "--lr", 0.03, "--warmup-epochs", 0, "--steps", 60]
+    assert torch.equal(loaded(images), result.model.eval()(images))
+    assert loaded.encoder.config.id2label == {0: "5", 1: "6", 2: "7"}
+    given = ["--teacher", tuned, "--data", data, *small, "--lr", 0.03, "--warmup-epochs", 0, "--steps", 60]
     assert run("simclr_v2", student, *given, "--temperature", 0.7).steps[-1]["dev_top1"] > 60
     assert load_classifier(student).encoder.config.id2label == loaded.encoder.config.id2label
