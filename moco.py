@@ -18,10 +18,6 @@ The queue starts with random vectors. While keys replace these vectors, the loss
 shared batch-norm statistics, the encoder could recognise the key by these statistics. So batch norms have
 separate statistics for --bn-splits parts of the batch, and images are shuffled before they become keys.
 
---memory-bank trains a baseline of the paper (Wu, Xiong, Yu, Lin, CVPR 2018, arXiv 1805.01978). There is no
-key encoder: the key of an image is a stored vector, which is a running mean of this image's queries. The
-negatives are the stored vectors of random images.
-
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .tsv      a table of image files and their labels
@@ -59,7 +55,6 @@ from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.encoders import ImageEncoder, load_image_encoder
 from kernels.training.images.evaluation import train_probe
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
-from kernels.training.papers.moco_bank import compute_bank_loss
 from kernels.training.precision import LOSS_DTYPE, loss_autocast, unit_rows
 from kernels.training.run import Run
 
@@ -75,8 +70,6 @@ RECIPES = {
     "demo": Recipe("CIFAR-10, the authors' demo", dict(
         model="resnet-18", image_size=32, batch_size=512, epochs=200, lr=0.03, weight_decay=5e-4,
         queue_size=4096, momentum=0.99, crop=0.08, blur=0.0, head_layers=1, temperature=0.1, bn_splits=8))}
-BANK = V1 | dict(queue_size=4096, momentum=0.5, crop=0.2)
-FLAG_RECIPES = {"memory_bank": Recipe("Wu et al. 2018, released code", BANK)}
 
 # defaults of flags: for views of at most 32 pixels (authors' demo), and for larger views (paper)
 SMALL = dict(queue_size=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
@@ -88,7 +81,7 @@ def make_parser():
     add = parser.add_argument
     image_flags(
         parser, "resnet-50", out="out/moco", batch_size=(256, "256 (paper)"), epochs=(200, "200 (paper)"),
-        temperature=(None, "0.2, or 0.07 with --v1 (paper)"),
+        probe_epochs=100, temperature=(None, "0.2, or 0.07 with --v1 (paper)"),
         lr=(0.03, "0.03 (paper); it is always multiplied by batch / 256"),
         weight_decay=(None, "1e-4 (paper), or 5e-4 for views up to 32 px (demo)"))
     add("--crop", group="data", type=ratio,
@@ -103,17 +96,14 @@ def make_parser():
     add("--v1", action="store_true",
         help="MoCo v1: linear head, τ 0.07, stronger colour jitter, no blur, step decay of the learning rate")
     add("--queue-size", type=at_least(1, int),
-        help="K, number of keys in the queue; default 65536 (paper), or 4096 for views up to 32 px (demo)")
+        help="K, number of stored negatives; default 65536 (paper), or 4096 for views up to 32 px (demo)")
     add("--momentum", type=ratio,
         help="m, momentum of the key encoder; default 0.999 (paper), or 0.99 for views up to 32 px (demo)")
     add("--symmetric", action="store_true",
         help="use each view once as a query and once as a key, and add both losses (authors' demo)")
     add("--bn-splits", type=at_least(1, int), default=8,
         help="number of parts of the global batch with separate batch-norm statistics; default 8 (paper)")
-    add("--memory-bank", action="store_true",
-        help="store one vector per image, not a queue, and use the defaults of Wu et al.; --queue-size is "
-             "then the number of negatives, and --momentum the momentum of the stored vectors")
-    parser.add_recipes(RECIPES, FLAG_RECIPES)
+    parser.add_recipes(RECIPES)
     return parser
 
 
@@ -126,17 +116,25 @@ CROPS = Crops(min_area=0.08, attempts=10, sample_aspect=lambda u: 3 / 4 * (16 / 
 
 def load_data(path, args):
     """Load the images, and set the flags whose defaults depend on the image size or on --v1."""
-    if args.memory_bank and args.symmetric:
-        fail("--symmetric cannot be combined with --memory-bank, which has one view per image; leave one out")
     images = ImageDataset(args, CROPS)
     fill_defaults(args, (SMALL if images.is_small else LARGE) | (V1 if args.v1 else V2))
     if args.v1 and args.blur:
         fail(f"--blur {args.blur:g}: --v1 has no blur; leave out one of the two flags")
     keys_per_step = args.batch_size * (2 if args.symmetric else 1)
-    if args.queue_size % keys_per_step and not args.memory_bank:
+    if args.queue_size % keys_per_step:
         multiple = max(1, args.queue_size // keys_per_step) * keys_per_step
         fail(f"--queue-size {args.queue_size}: expected a multiple of {keys_per_step}, the keys per step; "
              f"try {multiple}")
+    check_bn_splits(args)
+    log("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {images.describe()}")
+    if args.queue_size > len(images):
+        log("note", f"--queue-size {args.queue_size:,} is larger than the number of images: old keys of an "
+                    "image will be among its own negatives")
+    return images
+
+
+def check_bn_splits(args):
+    """Raise UserError if --bn-splits does not fit --batch-size or --chunk-size."""
     if args.batch_size % args.bn_splits:
         fail(f"--bn-splits {args.bn_splits}: expected a divisor of --batch-size, which is {args.batch_size}")
     part = args.batch_size // args.bn_splits
@@ -144,11 +142,6 @@ def load_data(path, args):
         fail(f"--bn-splits {args.bn_splits}: each part has 1 image, expected at least 2; lower --bn-splits")
     if args.chunk_size and args.chunk_size % part:
         fail(f"--chunk-size {args.chunk_size}: expected a multiple of {part} (--batch-size / --bn-splits)")
-    log("moco", f"{args.recipe or ('v1' if args.v1 else 'v2')}: {images.describe()}")
-    if args.queue_size > len(images) and not args.memory_bank:
-        log("note", f"--queue-size {args.queue_size:,} is larger than the number of images: old keys of an "
-                    "image will be among its own negatives")
-    return images
 
 
 def make_batch(images, args):
@@ -175,27 +168,32 @@ IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def build_model(args, images, run):
-    """Build the query encoder with its projection head, the key encoder, and the queue or memory bank."""
+    """Build the query encoder with its projection head, the key encoder, and the queue."""
+    model, queue = build_query_encoder(args, images, run, args.queue_size)
+    model.key = copy.deepcopy(model).requires_grad_(False)
+    model.register_buffer("queue", queue)
+    return model.to(run.device, memory_format=torch.channels_last)
+
+
+def build_query_encoder(args, images, run, num_keys):
+    """Build an encoder with split batch norms and a projection head, and random unit keys (num_keys, D).
+    Return (ImageEncoder, keys). The keys have the dtype in which the loss multiplies them."""
     if args.bn_splits % run.world_size:
         fail(f"--bn-splits {args.bn_splits}: expected a multiple of {run.world_size}, the number of "
              "processes")
     encoder = load_image_encoder(args.model, images.is_small)
     width, dim = encoder.config.hidden_sizes[-1], args.projection_dim
-    num_keys = len(images) if args.memory_bank else args.queue_size
     check_memory(f"--projection-dim {dim} with {num_keys} keys", 16 * (width + num_keys) * dim)
     hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
     head = nn.Sequential(*hidden, nn.Linear(width, dim))
     use_split_batch_norm(encoder, args.batch_size // args.bn_splits)
     mean, std = CIFAR_STATISTICS if images.is_small else IMAGENET_STATISTICS
     model = ImageEncoder(encoder, head, run, mean, std)
-    if not args.memory_bank:
-        model.key = copy.deepcopy(model).requires_grad_(False)
-    queue = F.normalize(torch.randn(num_keys, dim), dim=1)
-    model.register_buffer("queue", queue.to(LOSS_DTYPE) if run.bf16 else queue)  # dtype of the loss's matmuls
+    keys = F.normalize(torch.randn(num_keys, dim), dim=1)
     size = sum(p.numel() for p in encoder.parameters()) / 1e6
     log("model", f"{args.model}, {size:.1f} M parameters, {args.head_layers}-layer head, "
-                 f"{'memory bank' if args.memory_bank else 'queue'} of {num_keys:,}")
-    return model.to(run.device, memory_format=torch.channels_last)
+                 f"{num_keys:,} stored keys")
+    return model, keys.to(LOSS_DTYPE) if run.bf16 else keys
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -334,24 +332,20 @@ def main(argv=None):
     run.extra_state["pointer"] = 0                             # the next row of the queue to replace
     run.begin(model, optimizer, total, then=evaluation.probe_text(model, images, args))
     evaluation.evaluate_before(model, images, run)
-    images.start_training_views(run, total, args.crop, 1 if args.memory_bank else 2)
+    images.start_training_views(run, total, args.crop)
     model.train()
     for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
         set_lr(optimizer, lr * lr_factor((step - 1) // epoch, total / epoch, args))
-        if args.memory_bank:
-            loss, values = compute_bank_loss(model, augment(next(images.training_views), args), picked, args)
-        else:
-            query_views, key_views = make_batch(images, args)
-            update_key_encoder(model.key.encoder, model.encoder, args.momentum)
-            update_key_encoder(model.key.head, model.head, args.momentum)
-            keys = [encode_keys(model, x, len(picked)) for x in key_views]
-            loss, values = compute_loss(model, (query_views, keys), len(picked), args)
+        query_views, key_views = make_batch(images, args)
+        update_key_encoder(model.key.encoder, model.encoder, args.momentum)
+        update_key_encoder(model.key.head, model.head, args.momentum)
+        keys = [encode_keys(model, x, len(picked)) for x in key_views]
+        loss, values = compute_loss(model, (query_views, keys), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
         optimizer.step()
-        if not args.memory_bank:
-            run.extra_state["pointer"] = enqueue(model.queue, run.extra_state["pointer"], torch.cat(keys))
+        run.extra_state["pointer"] = enqueue(model.queue, run.extra_state["pointer"], torch.cat(keys))
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
             evaluation.evaluate_and_save(model, images, run)

@@ -11,17 +11,10 @@ temperature τ and s(i, j) = u_i·u_j / τ, the loss (NT-Xent) is
     python simclr.py --recipe cifar --data cifar-10-batches-py --out out/simclr
     python simclr.py --supervised --data cifar-10-batches-py --out out/supcon
     torchrun --nproc-per-node 8 simclr.py --recipe v2 --data train --dev val --out out/v2
-    python simclr.py --finetune train --label-fraction 0.01 --model out/v2 --dev val --out out/tuned
-    python simclr.py --distill out/tuned --model resnet-18 --data train --dev val --out out/student
 
 --supervised trains with the SupCon loss. The positives P(i) of view i are all other views with i's label:
     L = 1/2N Σ_i 1/|P(i)| Σ_{p∈P(i)} [ −s(i, p) + log Σ_{j≠i} exp s(i, j) ]
---finetune (v2) trains the encoder, the first layer of its head, and a new classifier on labelled images.
---distill (v2) trains a student to match a teacher, which is a fine-tuned model. P_s and P_t are the
-probabilities that the student and the teacher give to class y for image x, at temperature τ:
-    L = 1/N Σ_x −Σ_y P_t(y | x; τ) log P_s(y | x; τ)
-Both use one view per image, with crops and flips only. The flags of colours, blur and the projection head
-have no effect on them.
+docs/more/simclr_v2.py has the other stages of SimCLR v2: fine-tuning and distillation.
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
@@ -38,15 +31,13 @@ Published test accuracies, with the flags that come closest to each setup; none 
     ImageNet    64.5 % linear               --recipe code
                 69.1 % linear               --recipe paper --form code --epochs 1000 (released checkpoint)
                 71.1 % linear               --recipe v2
-                57.9 % fine-tuned           --recipe v2, then --finetune --label-fraction 0.01
-                68.4 % fine-tuned           --recipe v2, then --finetune --label-fraction 0.1 --epochs 30
 
 Departures from the released code:
 - The released loss is twice the mean over views; this script's loss is the mean (paper).
 - The released head has batch norms; this script's head has them only with --form code or --head-norm.
 - The released code resizes without antialiasing; this script uses antialiasing, but only for image files.
 - SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
-- v2 has selective kernels, wider networks, and distillation with labels; this script has none of these.
+- v2 has selective kernels and wider networks; this script has none of these.
 """
 import contextlib
 from argparse import BooleanOptionalAction
@@ -57,24 +48,14 @@ from torch import nn
 import kernels
 from kernels import check_rows, gather_rows, nt_xent, own_rows
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import (
-    Recipe,
-    ScriptParser,
-    at_least,
-    check_batch_size,
-    fill_defaults,
-    image_flags,
-    ratio,
-)
-from kernels.training.images import encoders as nets
+from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
 from kernels.training.images.dataset import ImageDataset
-from kernels.training.images.encoders import ImageEncoder, load_image_encoder
+from kernels.training.images.encoders import RESNETS, ImageEncoder, load_image_encoder, read_mean_std
 from kernels.training.images.evaluation import train_probe
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
 from kernels.training.papers.simclr_lars import make_optimizer
-from kernels.training.papers.simclr_v2 import FinetuneOrDistill, distillation_loss, subsample  # noqa: F401
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 
@@ -93,21 +74,16 @@ RECIPES = {
         lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code"))}
 FLAG_RECIPES = {
     "supervised": Recipe("SupCon's CIFAR-10 command; lr and decay fit a loss without τ / 0.07", dict(
-        temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
-    "finetune": Recipe("SimCLR v2, 1 % of the labels", dict(batch_size=1024, epochs=60,
-        lr=0.005, lr_scaling="sqrt", weight_decay=0.0, warmup_epochs=0, from_layer=1)),
-    "distill": Recipe("SimCLR v2, learning rate as in pre-training", dict(
-        batch_size=4096, epochs=400, lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=20,
-        temperature=1.0))}
+        temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2))}
 
 
 def make_parser():
     parser = ScriptParser(__doc__)
     add = parser.add_argument
     image_flags(
-        parser, "resnet-18", out="out/simclr", batch_size=512, epochs=100,
+        parser, "resnet-18", out="out/simclr", batch_size=512, epochs=100, probe_epochs=100,
         weight_decay=(1e-6, "1e-6 (paper)"),
-        temperature=(0.5, "0.5 (paper, CIFAR-10), 0.1 with --supervised, 1 with --distill"),
+        temperature=(0.5, "0.5 (paper, CIFAR-10), 0.1 with --supervised"),
         form=("paper", "paper; code: batch norms in the head"),
         lr=(1.0, "1.0 (released CIFAR-10 command); --lr-scaling multiplies it"))
     add("--crop", group="data", type=ratio, default=0.08,
@@ -126,14 +102,6 @@ def make_parser():
     add("--normalize", action=BooleanOptionalAction, default=True, help="normalise z to length 1; default on")
     add("--supervised", action="store_true",
         help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
-    add("--finetune", reads="training data", metavar="DATA",
-        help="fine-tune --model with a classifier on the labelled images DATA; leave out --data (v2)")
-    add("--label-fraction", type=at_least(1e-9, most=1), default=1.0,
-        help="fraction of the images of each class that --finetune uses; default 1")
-    add("--from-layer", type=at_least(0, int), default=0,
-        help="keep the first N linear layers of --model's head; default 0, or 1 with --finetune (v2)")
-    add("--distill", reads="model", metavar="TEACHER",
-        help="train --model to match the predictions of TEACHER, a fine-tuned model, on --data (v2)")
     parser.add_recipes(RECIPES, FLAG_RECIPES)
     add("--optimizer", group="training", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
         help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); nesterov: with "
@@ -152,32 +120,16 @@ CROPS = Crops(min_area=0.08, attempts=100, sample_aspect=lambda u: 3 / 4 + (4 / 
               aspect_limits=(1e-9, 1e9), bicubic=True)
 
 
-def check_flags(args):
-    """Raise UserError if flags contradict each other."""
-    modes = [f"--{name}" for name in ("supervised", "finetune", "distill") if getattr(args, name)]
-    if len(modes) > 1:
-        fail(f"{' and '.join(modes)}: expected only one of them")
-    if args.supervised and not args.normalize:
-        fail("--no-normalize: --supervised needs normalised projections; leave out one of the two flags")
-    if args.label_fraction < 1 and not args.finetune:
-        fail(f"--label-fraction {args.label_fraction}: needs --finetune, which is not given")
-    if args.from_layer and not (args.finetune or args.distill):
-        fail(f"--from-layer {args.from_layer}: needs --finetune or --distill, and neither is given")
-
-
 def load_data(path, args):
     """Load the images for training and evaluation, and set flags whose defaults depend on the image size."""
+    if args.supervised and not args.normalize:
+        fail("--no-normalize: --supervised needs normalised projections; leave out one of the two flags")
     images = ImageDataset(args, CROPS)
     fill_defaults(args, dict(colour=0.5, blur=0.0) if images.is_small else dict(colour=1.0, blur=0.5))
-    modes = [name for name in ("supervised", "finetune", "distill") if getattr(args, name)]
-    mode = modes[0] if modes else "unsupervised"
-    if mode in ("supervised", "finetune") and images.train.labels is None:
-        fail(f"--{mode} needs labels, but {path} has none; expected sub-folders, a .tsv of files and labels, "
-             "or labels in the .npz")
-    if args.finetune:
-        subsample(images, args.label_fraction)
-        check_batch_size(len(images), path, args.batch_size, "images")
-    log("simclr", f"{mode}: {images.describe()}")
+    if args.supervised and images.train.labels is None:
+        fail(f"--supervised needs labels, but {path} has none; expected sub-folders, a .tsv of files and "
+             "labels, or labels in the .npz")
+    log("simclr", f"{'supervised' if args.supervised else 'unsupervised'}: {images.describe()}")
     return images
 
 
@@ -197,25 +149,6 @@ def augment(x, args):
     return x.clamp(0, 1)
 
 
-def build_model(args, images, run, tuning=None):
-    """Build the encoder with a projection head or, if `tuning` (FinetuneOrDistill) is given, a classifier."""
-    encoder = load_image_encoder(args.model, images.is_small)
-    width = encoder.config.hidden_sizes[-1]
-    if args.model in nets.RESNETS:
-        for stage in encoder.encoder.stages:
-            for block in stage.layers:                         # each residual branch outputs 0 at the start
-                nn.init.zeros_(block.layer[-1].normalization.weight)
-    head = tuning.make_head(width) if tuning else projection_head(width, args)
-    classes = tuning.classes if tuning else None
-    model = ImageEncoder(encoder, head, run, *nets.read_mean_std(args.model), classes=classes)
-    if run.world_size > 1 and run.device.type != "cpu":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    size = sum(p.numel() for p in encoder.parameters()) / 1e6
-    kind = f"classifier on layer {args.from_layer}" if classes else f"{args.head_layers}-layer head"
-    log("model", f"{args.model}, {size:.1f} M parameters, {kind}")
-    return model.to(run.device, memory_format=torch.channels_last)
-
-
 def projection_head(width, args):
     """Return the projection head: linear layers with ReLUs between them. With --head-norm, a batch norm
     follows each linear layer, and the bias of the last batch norm stays 0."""
@@ -232,6 +165,23 @@ def projection_head(width, args):
         if not is_last:
             layers.append(nn.ReLU())
     return nn.Sequential(*layers)
+
+
+def build_model(args, images, run, make_head=projection_head):
+    """Build an encoder with a head. make_head: function (number of the encoder's features, args) → head."""
+    encoder = load_image_encoder(args.model, images.is_small)
+    if args.model in RESNETS:
+        for stage in encoder.encoder.stages:
+            for block in stage.layers:                         # each residual branch outputs 0 at the start
+                nn.init.zeros_(block.layer[-1].normalization.weight)
+    head = make_head(encoder.config.hidden_sizes[-1], args)
+    model = ImageEncoder(encoder, head, run, *read_mean_std(args.model))
+    if run.world_size > 1 and run.device.type != "cpu":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    size = sum(p.numel() for p in encoder.parameters()) / 1e6
+    layers = [part for part in head if isinstance(part, nn.Linear)]
+    log("model", f"{args.model}, {size:.1f} M parameters, {len(layers)}-layer head")
+    return model.to(run.device, memory_format=torch.channels_last)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -319,11 +269,9 @@ def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
         return evaluation.evaluate_model(args, __file__, CROPS, linear_probe)
-    check_flags(args)
     images = load_data(args.data, args)
     run = Run(args, __file__)
-    tuning = FinetuneOrDistill(args, images, run) if args.finetune or args.distill else None
-    model = build_model(args, images, run, tuning)
+    model = build_model(args, images, run)
     images.to_device(run)
     epoch = steps_per_epoch(len(images), args.batch_size, min_rows=args.batch_size)
     total = args.steps or args.epochs * epoch
@@ -332,14 +280,11 @@ def main(argv=None):
     optimizer = make_optimizer(model, lr, args)
     run.begin(model, optimizer, total, warmup, evaluation.probe_text(model, images, args))
     evaluation.evaluate_before(model, images, run)
-    images.start_training_views(run, total, args.crop, 1 if model.classes else 2)
+    images.start_training_views(run, total, args.crop)
     model.train()
     for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, lr))
-        if tuning:
-            loss, values = tuning.compute_loss(model, picked)
-        else:
-            loss, values = compute_loss(model, make_batch(picked, images, args), len(picked), args)
+        loss, values = compute_loss(model, make_batch(picked, images, args), len(picked), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)

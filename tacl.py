@@ -77,7 +77,7 @@ def make_parser():
     add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
         help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
     add("--teacher", group="model", reads="model",
-        help="teacher model, with the hidden size and vocabulary of --model; default --model itself (paper)")
+        help="teacher model; default --model itself (paper); needs --model's hidden size and vocabulary")
     add("--contrastive-weight", type=at_least(0), default=1.0,
         help="weight of the contrastive loss; 0: off; default 1 (paper)")
     add("--similarity", choices=("cosine", "dot"), default="cosine",

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
 SCRIPTS = "simclr moco simcse selfguided cline tacl ease vascl dclr childtuning".split()
-MORE = [f"docs/more/{name}" for name in ("consert", "declutr", "simcls", "cil", "finetune")]
+MORE = [f"docs/more/{name}" for name in (
+    "consert", "declutr", "simcls", "cil", "finetune", "ood", "memory_bank", "simclr_v2")]
 multiprocessing.set_forkserver_preload([*SCRIPTS, "transformers.models.bert.modeling_bert"])
 
 

@@ -20,14 +20,15 @@ CODE = [*SCRIPTS, *MORE, PLOT, *sorted(KERNELS.rglob("*.py"))]
 LENGTHS = {**{file.name: ([file], 440, 440) for file in SCRIPTS}, "the ten scripts": (SCRIPTS, 3_400, 3_400),
            "simcse.py": ([ROOT / "simcse.py"], 215, 215), "README.md": ([ROOT / "README.md"], 130, 130),
            "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), BENCHMARK}, 3_975, 3_800),
-           "benchmark": ([BENCHMARK], 390, 390), "further papers": (MORE, 1_842, 1_500),
-           "training, papers and tools": ([*TRAINING, *PAPERS], 5_742, 5_200),
+           "benchmark": ([BENCHMARK], 390, 390), "further papers": (MORE, 2_290, 1_945),
+           "training, papers and tools": ([*TRAINING, *PAPERS], 5_532, 5_200),
            "tests": (list((ROOT / "tests").rglob("*.py")), 8_841, 8_500)}
 T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training.images"
 # {folder: folders from which its modules may import, beside the folder itself}; "": the folder of the scripts
 MAY_IMPORT = {"kernels.gpu": {"leaf"}, "kernels": {"kernels.gpu"}, T: {"kernels"}, TEXT: {"kernels", T},
               IMAGES: {"kernels", T}, f"{T}.papers": {"kernels", T, TEXT, IMAGES}, "docs": {"kernels", T}}
-MAY_IMPORT[""] = MAY_IMPORT["docs.more"] = {*MAY_IMPORT[f"{T}.papers"], f"{T}.papers", "docs.more"}
+MAY_IMPORT[""] = {*MAY_IMPORT[f"{T}.papers"], f"{T}.papers"}
+MAY_IMPORT["docs.more"] = {*MAY_IMPORT[""], ""}                # a further paper may vary one of the ten
 LEAVES = {"kernels.blockwise", "kernels.masks"}                # kernels.gpu may import these
 
 

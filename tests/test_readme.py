@@ -63,7 +63,7 @@ def test_table_has_every_script():
     scripts = {path.stem for path in ROOT.glob("*.py")}
     assert set(re.findall(r"^\| `(\w+)\.py` .*`python \1\.py ", read(README)[0], re.M)) == scripts
     of_kernels = {"kernels.benchmark", "kernels.training.plot", "plot_kernels"}
-    more = {path.stem for path in (ROOT / "docs" / "more").glob("*.py")} - {"cil_bags", "finetune_detectors"}
+    more = {path.stem for path in (ROOT / "docs" / "more").glob("*.py")} - {"cil_bags", "uncorrected_adamw"}
     assert {program for program, _ in COMMANDS} == scripts | of_kernels | more
 
 

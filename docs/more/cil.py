@@ -51,10 +51,9 @@ sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import cil_bags
 from kernels import check_rows, checks, embed_in_chunks, own_rows, similarity_lse
 from kernels.losses import upcast
-from kernels.training import loop
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, ratio, run_flags
-from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
@@ -62,6 +61,7 @@ from kernels.training.text.checkpoint import save_transformer
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear, set_dropout
 from kernels.training.text.mlm import masked_lm_loss
 from kernels.training.text.tokens import restore_order
+from uncorrected_adamw import UncorrectedAdamW
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -284,7 +284,7 @@ def main(argv=None):
     bags = [*cil_bags.group_rows(rows, "relation").items()]
     check_batch_size(len(bags), args.data, args.batch_size, "bags")
     dev = cil_bags.load_bags(args.dev, model, args) if args.dev else None
-    optimizer = loop.UncorrectedAdamW(loop.decay_groups(model, 1e-5), args.lr)     # released code
+    optimizer = UncorrectedAdamW(decay_groups(model, 1e-5), args.lr)               # released code
     warmup = args.warmup_steps
     load_command = f'AutoModel.from_pretrained("{args.out}")'
     total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size)

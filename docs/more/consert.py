@@ -9,7 +9,7 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s
 
     python docs/more/consert.py --model scratch --data tests/data/sentences.txt --dev tests/data/sts.tsv
     python docs/more/consert.py --data sts.txt --dev stsb-dev.tsv --out out/consert
-    python docs/more/consert.py --recipe simcse --views crop crop --data wiki1m.txt --dev stsb-dev.tsv
+    python docs/more/consert.py --data nli.csv --columns sent0 sent1 --views shuffle dropout --adversarial 0.1
 
 --views names the change of each view:
     dropout              changes nothing: only the encoder's dropout acts, if you give --dropout above 0
@@ -17,8 +17,6 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s
     token_cutoff         sets all features of a fraction of the tokens to 0
     embedding_dropout    sets a fraction of all entries of the token embeddings to 0
     shuffle              permutes the positions of the tokens
-    crop, delete         remove a fraction of the words, at least one: crop at the ends, delete anywhere
-    synonym              replaces a fraction of the words, at least one, by WordNet synonyms (--wordnet)
 The cutoffs and embedding_dropout change the input of the encoder's first layer, and do not rescale the rest.
 --adversarial needs positives. It adds noise to the same input, of anchors only, along the loss's gradient.
 
@@ -27,8 +25,7 @@ and positives). --dev, --test: columns sentence1, sentence2, score, or those of 
 
 Published result of BERT-base: 72.74 after and 53.86 before training (mean Spearman × 100 of seven STS test
 sets; use --evaluate --pooling avg_top2). The second command above uses the settings of this training if
-sts.txt contains the 89,192 sentences of all splits of the seven data sets, without scores. --recipe simcse
-uses the loss and optimizer of SimCSE; the SimCSE paper compares the views crop, delete and synonym.
+sts.txt contains the 89,192 sentences of all splits of the seven data sets, without scores.
 
 Departures from the released code: the loss is the paper's mean over all anchors, not 0.15 times (mean over
 first views + mean over second views). Only the released code stops after ten evaluations without progress.
@@ -36,41 +33,29 @@ first views + mean over second views). Only the released code stops after ten ev
 import contextlib
 import math
 import os
-import random
 import sys
 
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
-from kernels import embed_in_chunks, info_nce, nt_xent, own_rows
+from kernels import embed_in_chunks, nt_xent, own_rows
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import Recipe, ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
-from kernels.training.loop import (
-    UncorrectedAdamW,
-    all_reduce_gradients,
-    decay_groups,
-    set_lr,
-    steps_per_epoch,
-    warmup_linear,
-)
-from kernels.training.papers.cline_wordnet import WordNet, tag_words
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
+from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, set_dropout
 from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.tokens import restore_order, tokenise, tokenise_table
+from kernels.training.text.tokens import restore_order, tokenise_table
+from uncorrected_adamw import UncorrectedAdamW
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 # {view: default of --view-rates}
-WORD_VIEWS = dict(crop=0.1, delete=0.1, synonym=0.1)
 CUTOFFS = dict(feature_cutoff=0.2, token_cutoff=0.15, embedding_dropout=0.2)
-VIEWS = dict(dropout=0.0, shuffle=0.0) | CUTOFFS | WORD_VIEWS
-RECIPES = {"simcse": Recipe("Gao et al. 2021, unsupervised BERT-base", dict(
-    loss="infonce", optimizer_recipe="simcse", temperature=0.05, pooling="cls",
-    dropout=0.1, batch_size=64, lr=3e-5, max_length=32, epochs=1, eval_every=125))}
+VIEWS = dict(dropout=0.0, shuffle=0.0) | CUTOFFS
 RELEASED = dict(batch_size=96, lr=5e-7, epochs=10)
 SCRATCH = dict(batch_size=32, lr=2e-4, epochs=4)               # with --model scratch
 
@@ -90,19 +75,11 @@ def make_parser():
     add("--views", nargs=2, choices=[*VIEWS], default=["feature_cutoff", "shuffle"], metavar="VIEW",
         help="changes of the two views (see above); default feature_cutoff shuffle (paper)")
     add("--view-rates", nargs=2, type=at_least(0, most=0.999), metavar="RATE",
-        help="fraction of features, tokens, entries or words that each view changes; default 0.2 for "
-             "feature_cutoff (paper) and embedding_dropout, 0.15 for token_cutoff, 0.1 for words")
+        help="fraction of features, tokens or entries that each view changes; default 0.2 for "
+             "feature_cutoff (paper) and embedding_dropout, 0.15 for token_cutoff")
     parser.add_shared("--adversarial", 0.0, "0 (off); requires data with positives")
-    add("--loss", choices=("nt-xent", "infonce"), default="nt-xent",
-        help="nt-xent: all 2N embeddings are anchors; infonce: SimCSE's loss, in which the first views are "
-             "the anchors, and the second views are the candidates; default nt-xent (paper)")
-    add("--optimizer-recipe", choices=("consert", "simcse"), default="consert",
-        help="consert: AdamW without bias correction, with weight decay 0.01 and warm-up (released code). "
-             "simcse: AdamW without weight decay or warm-up; default consert")
     add("--dropout", type=at_least(0, most=0.999), group="model", default=0.0,
         help="dropout probability of the encoder in training; default 0 (released script for BERT-base)")
-    add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
-    parser.add_recipes(RECIPES)
     return parser
 
 
@@ -110,7 +87,7 @@ def make_parser():
 
 
 def load_data(path, args):
-    """Read --data into a Table of one or two columns. Set the defaults of flags not given. Check --views."""
+    """Read --data into a Table of one or two columns. Set the defaults of flags not given."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     columns = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
@@ -120,11 +97,6 @@ def load_data(path, args):
     check_batch_size(len(table), path, args.batch_size)
     if args.adversarial and columns == 1:
         fail(f"--adversarial: {path} has 1 column, expected an anchor and a positive; see --columns")
-    if ("synonym" in args.views) != bool(args.wordnet):
-        fail("--views synonym and --wordnet need each other; --wordnet is the folder of a WordNet database, "
-             "such as /usr/share/wordnet of Debian's package wordnet-base")
-    if args.prompt and {*args.views} & {*WORD_VIEWS}:
-        fail(f"--prompt: --views {' '.join(args.views)} would change the words of the prompt, too")
     log("consert", describe_table(table, header))
     log_first_row(table)
     return table
@@ -132,79 +104,21 @@ def load_data(path, args):
 
 def build_model(args, run):
     """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial change."""
-    head = "train-only" if args.loss == "infonce" else None               # default of --head for cls pooling
-    model = build_encoder(args, run, "avg", head)
+    model = build_encoder(args, run, "avg", None)
     set_dropout(model.encoder, args.dropout, args.model)
     if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
         # in XLM, `embeddings` is only the table of word embeddings, without positions
         if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
             fail(f"--model {args.model}: {type(model.encoder).__name__} lacks BERT's module `embeddings`, "
-                 "which --views and --adversarial change; use the views dropout, crop, delete or synonym")
+                 "which --views and --adversarial change; use the views dropout dropout")
     log("model", describe_model(model, args))
     return model.to(run.device)
 
 
-class ViewMaker:
-    """Makes batches with two views of n texts. Row v · n + i of a batch is view v of text i; v is 0 or 1.
-
-    A batch is a list of groups [row indices, token ids, mask, view numbers]. Random numbers come from the
-    rank's PyTorch generator, so that --resume and --chunk-size reproduce them.
-    """
-
-    def __init__(self, args, model):
-        self.args, self.model = args, model
-        self.wordnet = WordNet(args.wordnet) if args.wordnet else None
-
-    def make_batch(self, tokens, picked):
-        """Return the batch of the rows whose numbers are in `picked`."""
-        views = tokens.views(picked, 2)
-        if {*self.args.views} & {*WORD_VIEWS}:
-            rng = random.Random(int(torch.randint(2**62, ())))
-            rates = zip(views, self.args.views, self.args.view_rates)
-            views = [self.change_words(view, name, rate, rng) if name in WORD_VIEWS else view
-                     for view, name, rate in rates]
-        return [[*group, group[0] // len(picked)] for group in self.model.batch(*views)]
-
-    def change_words(self, rows, name, rate, rng):
-        """Apply crop, delete or synonym to texts, given as token ids. Return the token ids of the results."""
-        texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        if name == "synonym":
-            tagged = tag_words(texts, None, self.wordnet)
-            texts = [replace_by_synonyms(text, words, rate, self.wordnet, rng)
-                     for text, words in zip(texts, tagged)]
-        else:
-            texts = [" ".join(remove_words(text.split(), name, rate, rng)) for text in texts]
-        return tokenise(texts, self.model.tokenizer, min(self.args.max_length, self.model.max_length))[0]
-
-
-def number_to_change(words, rate):
-    """Return how many words a view changes: the fraction `rate`, rounded down, but at least one."""
-    return max(1, int(len(words) * rate))
-
-
-def remove_words(words, name, rate, rng):
-    """Remove a fraction of the words: "crop" at the ends, "delete" anywhere. At least one word remains."""
-    kept = len(words) - number_to_change(words, rate)
-    if kept < 1:
-        return words
-    if name == "crop":
-        start = rng.randint(0, len(words) - kept)
-        return words[start : start + kept]
-    return [words[i] for i in sorted(rng.sample(range(len(words)), kept))]
-
-
-def replace_by_synonyms(text, words, rate, wordnet, rng):
-    """Replace a fraction of the words by synonyms. Other words stay. words: an item of tag_words."""
-    left, new = number_to_change(words, rate), {}
-    for start, end, pos in rng.sample(words, len(words)):
-        options = []
-        if pos and left:
-            options = wordnet.replacements("synonym", text[start:end].lower(), pos)
-        if options:
-            new[start, end], left = rng.choice(options), left - 1
-    for start, end in sorted(new, reverse=True):
-        text = text[:start] + new[start, end] + text[end:]
-    return text
+def make_batch(model, tokens, picked):
+    """Return the batch of the n rows whose numbers are in `picked`, a list of groups [row indices, token ids,
+    mask, view numbers]. Row v · n + i of the batch is view v of text i; v is 0 or 1."""
+    return [[*group, group[0] // len(picked)] for group in model.batch(*tokens.views(picked, 2))]
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -288,7 +202,7 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
 
 
 def encode(model, batch, args):
-    """Return (2n, H) embeddings of a batch of ViewMaker: first the n first views, then the n second views."""
+    """Return (2n, H) embeddings of a batch: first the n first views, then the n second views."""
     def embed(group):
         _, ids, mask, *more = group
         with changed_embeddings(model.encoder, args, mask, *more):
@@ -314,16 +228,12 @@ def add_adversarial_noise(model, batch, rows, args):
 
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the loss of the global batch, and the values to log. batch: this rank's
-    rows, made by ViewMaker; rows: number of rows of the global batch."""
+    rows, made by make_batch; rows: number of rows of the global batch."""
     z1, z2 = encode(model, batch, args).chunk(2)
-    common = dict(offset=own_rows(rows).start, normalize=True, impl=args.impl)
     gathered = None if len(z1) == rows else [gather_keys(z, rows, args) for z in (z1, z2)]
     with loss_autocast(z1, args):
-        if args.loss == "nt-xent":
-            loss = nt_xent(z1, z2, args.temperature, gathered=gathered, **common)
-        else:
-            keys = z2 if gathered is None else gathered[1]
-            loss = info_nce(z1, keys, args.temperature, **common)
+        loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start,
+                       normalize=True, impl=args.impl)
     loss = loss * (len(z1) / rows)
     return loss, {"loss": loss.detach()}
 
@@ -340,20 +250,16 @@ def main(argv=None):
     evaluator = Evaluator(args)
     run = Run(args, __file__)
     model = build_model(args, run)
-    total, warmup = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size), 0
-    if args.optimizer_recipe == "consert":
-        optimizer = UncorrectedAdamW(decay_groups(model, 0.01), args.lr, eps=1e-6)
-        warmup = math.ceil(total / 10)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0, fused=True)
-    maker = ViewMaker(args, model)
+    total = args.steps or args.epochs * steps_per_epoch(len(table), args.batch_size)
+    warmup = math.ceil(total / 10)
+    optimizer = UncorrectedAdamW(decay_groups(model, 0.01), args.lr, eps=1e-6)
     run.begin(model, optimizer, total, warmup)
     tokens = tokenise_table(table, model, run)
     evaluator.evaluate_before(model, run)
     model.train()
     for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
-        batch = maker.make_batch(tokens, picked[own_rows(len(picked))])
+        batch = make_batch(model, tokens, picked[own_rows(len(picked))])
         if args.adversarial:
             batch = add_adversarial_noise(model, batch, len(picked), args)
         loss, values = compute_loss(model, batch, len(picked), args)

@@ -41,14 +41,7 @@ from kernels import embed_in_chunks, nt_xent, own_rows
 from kernels.training.data import empty_cell, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
-from kernels.training.loop import (
-    UncorrectedAdamW,
-    all_reduce_gradients,
-    decay_groups,
-    set_lr,
-    steps_per_epoch,
-    warmup_linear,
-)
+from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
 from kernels.training.run import Run
@@ -56,6 +49,7 @@ from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.mlm import embed_masked, masked_lm_loss, share_of_mean, untie_decoder
 from kernels.training.text.tokens import NO_LIMIT, restore_order, text_batches, tokenise, tokenise_table
+from uncorrected_adamw import UncorrectedAdamW
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -97,6 +97,8 @@ SHARED_FLAGS = {
                    help="scored sentence pairs for the final score: files or folders; default none"),
     "--eval-every": dict(group="evaluation", type=at_least(1, int),
                          help="steps between two evaluations; if not given, at most a quarter of all steps"),
+    "--probe-epochs": dict(group="evaluation", type=at_least(0, int),
+                           help="epochs of the linear probe at the end; 0: no probe"),
     "--out": dict(group="run", metavar="PATH", help="output folder"),
     "--resume": dict(group="run", action="store_true",
                      help="continue the run in --out; flags that are not given are read from its args.json"),
@@ -142,8 +144,7 @@ class ScriptParser(argparse.ArgumentParser):
 
         group   section of --help: one of GROUPS
         reads   kind of input that the flag names: "training data", "held-out data", or another word such as
-                "model". --resume checks that no input has changed. A flag with
-                reads="training data" can be given instead of --data.
+                "model". --resume checks that no input has changed
         """
         if "action" not in settings and not settings.keys() & {"choices", "metavar"}:
             kind = getattr(settings.get("type"), "__name__", None)
@@ -222,13 +223,7 @@ class ScriptParser(argparse.ArgumentParser):
         log("recipe", f"{name}, {source}: {', '.join(words)}")
 
     def check_inputs(self, parsed):
-        """Fail if data are missing, given twice or given as an empty string. If a flag other than --data
-        gives the training data, set --data to the value of this flag."""
-        for name in (name for name, kind in self.inputs.items() if kind == "training data"):
-            value = getattr(parsed, name)
-            if value and parsed.data not in (None, value):
-                fail(f"--{name} gives the training data; leave out --data")
-            parsed.data = parsed.data or value
+        """Fail if data are missing, or if the name of an input is empty."""
         if parsed.data is None and not parsed.evaluate:
             fail(f"--resume: no run in {parsed.out}" if parsed.resume else
                  "the following arguments are required: --data")
@@ -290,8 +285,6 @@ def image_flags(parser, model, **defaults):
                                 "in the folder --model, else 224, but at most that of the first images"),
               workers=(None, "CPU cores / processes per machine"), eval_every=1000, impl="auto", **defaults)
     parser.add_shared_flags("--skip-damaged", "--chunk-size")
-    parser.add_argument("--probe-epochs", group="evaluation", type=at_least(0, int), default=100,
-                        help="epochs of the linear probe at the end; 0: no probe; default 100")
 
 
 def fill_defaults(args, defaults):

@@ -1,4 +1,4 @@
-"""Building blocks of a training loop: batch order, learning rates, an optimizer, gradient all-reduce."""
+"""Building blocks of a training loop: batch order, learning rates, parameter groups, gradient all-reduce."""
 import math
 
 import torch
@@ -64,30 +64,6 @@ def decay_groups(model, weight_decay):
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     return [dict(params=[weight for weight in weights if weight.dim() > 1], weight_decay=weight_decay),
             dict(params=[weight for weight in weights if weight.dim() <= 1], weight_decay=0.0)]
-
-
-class UncorrectedAdamW(torch.optim.Optimizer):
-    """AdamW with β1 = 0.9 and β2 = 0.999 and without bias correction, as in the original code of BERT.
-
-    Bias correction, left out here, divides the averages of gradients and squared gradients by 1 − β^step.
-    Weight decay is applied before the update, as in torch.optim.AdamW.
-    """
-
-    def __init__(self, params, lr, eps=1e-8, weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for weight in (weight for weight in group["params"] if weight.grad is not None):
-                if not self.state[weight]:
-                    self.state[weight] = dict(exp_avg=torch.zeros_like(weight),
-                                              exp_avg_sq=torch.zeros_like(weight))
-                average, squares = self.state[weight]["exp_avg"], self.state[weight]["exp_avg_sq"]
-                average.lerp_(weight.grad, 0.1)
-                squares.mul_(0.999).addcmul_(weight.grad, weight.grad, value=0.001)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.addcdiv_(average, squares.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 BUCKET_BYTES = 32 * 2**20                                      # size of the gradients in one all-reduce

@@ -25,7 +25,10 @@ FLAGS = {
     "docs/more/declutr": f"--data articles.txt {TEXT} --max-length 8",
     "docs/more/simcls": f"--data candidates.csv {TEXT}",
     "docs/more/cil": f"--data relations.jsonl {TEXT}",
-    "docs/more/finetune": f"--data topics.tsv --supcon-weight 0.3 {TEXT}"}
+    "docs/more/finetune": f"--data topics.tsv --supcon-weight 0.3 {TEXT}",
+    "docs/more/ood": f"--data topics.tsv --ood-epochs 1 {TEXT}",
+    "docs/more/memory_bank": f"{IMAGES} --bn-splits 2",
+    "docs/more/simclr_v2": "--data few.npz --model net --batch-size 8 --steps 1"}
 
 
 def words(command):

@@ -14,6 +14,7 @@ import dclr
 import ease
 import finetune
 import kernels
+import ood
 import selfguided
 import simclr
 import simcse
@@ -100,7 +101,7 @@ LOSSES = {
     "dclr, code": lambda s: dclr_loss(s, "code"),
     "finetune, supcon": lambda s: finetune.supcon_loss(
         s.views, s.labels, T, **s.gathered(s.views, s.labels)),
-    **{f"finetune, ood, {form}": lambda s, form=form: finetune.ood_contrastive_loss(
+    **{f"ood, {form}": lambda s, form=form: ood.ood_contrastive_loss(
         s.x, s.y, s.labels, T, form, **s.gathered(torch.stack([s.x, s.y], 1), s.labels))
        for form in ("paper", "code")}}
 

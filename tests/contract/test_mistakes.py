@@ -101,6 +101,8 @@ MISTAKES = [
     ("dclr --guide bert", NAN, "--guide bert | NaN"),
     ("selfguided --model net", {}, "--model net"),
     ("moco --model bert", {}, "--model bert | image encoder"),
+    ("docs/more/simclr_v2 --teacher net", {}, "--teacher net | no classifier"),
+    ("docs/more/simclr_v2 --from-layer 3", {}, "--from-layer 3 | --model net | 2 linear layers"),
     ("dclr --guide their/model", {}, "--guide their/model | no such folder | download failed"),
     # ── output folder, --resume ──
     ("moco --out net", {}, "--out net | finished run"),

@@ -11,6 +11,7 @@ import ease
 import finetune
 import loss_formulas as formulas
 import moco
+import ood
 import selfguided
 import simclr
 import simcse
@@ -104,8 +105,9 @@ CASES = {
         *cases(finetune.rdrop_loss, formulas.rdrop_loss, PAPER, CODE,
                logits1=X, logits2=Y, labels=LABELS, alpha=0.7),
         *cases(finetune.supcon_loss, formulas.supcon_loss, dict(z=MANY), dict(z=MANY[:, :1], labels=IDS),
-               labels=LABELS, temperature=0.3),
-        *cases(finetune.ood_contrastive_loss, formulas.ood_contrastive_loss, PAPER, CODE,
+               labels=LABELS, temperature=0.3)],
+    "ood": [
+        *cases(ood.ood_contrastive_loss, formulas.ood_contrastive_loss, PAPER, CODE,
                z=E, z_adv=Y, labels=LABELS, temperature=0.3)]}
 
 

@@ -1,4 +1,4 @@
-"""Test finetune.py: losses and adversarial views of a batch, out-of-distribution detectors, contrast sets."""
+"""Test finetune.py and ood.py: losses, contrast sets, adversarial views, detectors, and two stages."""
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
 import finetune
-import finetune_detectors as detectors
 import loss_formulas as formulas
+import ood
 from loss_check import numbers
 from running import DATA, run
 
@@ -21,11 +21,23 @@ def test_loss_of_two_passes(form, monkeypatch):
     """The loss has R-Drop and SCL (supervised contrastive loss), whose views are the two passes."""
     logits, z, labels = numbers(2, 3, 3), numbers(2, 3, 4, seed=1), torch.tensor([0, 1, 1])
     monkeypatch.setattr(finetune, "classify_with_features", Mock(side_effect=zip(logits, z)))
-    args = SimpleNamespace(rdrop_weight=0.7, supcon_weight=0.2, form=form, temperature=None)
+    args = SimpleNamespace(rdrop_weight=0.7, supcon_weight=0.2, form=form, temperature=0.3)
     found, _ = finetune.compute_loss(None, ({}, labels), 3, args)
     supcon = formulas.supcon_loss(z.transpose(0, 1), labels, 0.3)
     torch.testing.assert_close(found, 0.8 * formulas.rdrop_loss(*logits, labels, 0.7, form) + 0.2 * supcon)
     assert finetune.supcon_loss(z[:1].transpose(0, 1), torch.arange(3)) == 0   # no text has a positive
+
+
+def test_contrast_set(monkeypatch):
+    """Consistency is the percentage of texts whose two versions are both classified correctly."""
+    monkeypatch.setattr(finetune.classifier, "predict", lambda _, rows: torch.tensor([x for x, _ in rows]))
+    data = dict(original=[([0.0, 1.0], 1), ([1.0, 0.0], 0), ([2.0, 1.0], 1), ([0.0, 3.0], 1)],
+                edited=[([0.0, 1.0], 0), ([1.0, 0.0], 0), ([2.0, 1.0], 0), ([0.0, 3.0], 1)])
+    args = SimpleNamespace(contrast_set=["a.tsv", "b.tsv"])
+    monkeypatch.setattr(finetune, "load_data", lambda path, _: [path])
+    assert finetune.load_contrast_set(args) == dict(original=["a.tsv"], edited=["b.tsv"])
+    found = finetune.score_contrast_set(None, data)["contrast"]
+    assert found == dict(original=75, edited=75, consistency=50)
 
 
 def test_adversarial_view(bert):
@@ -45,9 +57,9 @@ def test_adversarial_view(bert):
     gradient, = torch.autograd.grad(loss, rows)
     moved = words(ids) + 0.5 * F.normalize(gradient, dim=2) * mask[:, :, None]
     expected = formulas.ood_contrastive_loss(features(words(ids)), features(moved), classes, 0.1, "code")
-    args = Mock(adversarial=0.5, temperature=None, form="code")
+    args = Mock(adversarial=0.5, temperature=0.1, form="code")
     batch = dict(input_ids=ids, attention_mask=mask), classes
-    found, _ = finetune.compute_ood_loss(model, batch, 3, args)
+    found, _ = ood.compute_ood_loss(model, batch, 3, args)
     assert found.item() == pytest.approx(expected.item(), rel=1e-4)
     weights = [w for name, w in model.named_parameters() if "classifier" not in name]
     results = [torch.autograd.grad(value, weights, retain_graph=True) for value in (found, expected)]
@@ -64,12 +76,12 @@ def test_mahalanobis():
     apart = torch.stack([z - means[c] for z, c in zip(train, classes.tolist())]).numpy()
     inverse = np.linalg.pinv(apart.T @ apart / 30, hermitian=True)
     expected = [-min((z - mean).numpy() @ inverse @ (z - mean).numpy() for mean in means.values()) for z in x]
-    np.testing.assert_allclose(detectors.mahalanobis(train, classes, x), expected, 1e-6)
+    np.testing.assert_allclose(ood.mahalanobis(train, classes, x), expected, 1e-6)
 
 
 def test_ood_metrics():
     """The threshold is 3: 2 of 40 known texts (5 %) score lower. Unseen texts below 3 are detected."""
-    found = detectors.ood_metrics(np.arange(40.0, 0, -1), np.array([0.5, 2.5, 3, 20]))
+    found = ood.ood_metrics(np.arange(40.0, 0, -1), np.array([0.5, 2.5, 3, 20]))
     auroc = 100 * (40 + 38 + 37.5 + 20.5) / 160
     assert found == pytest.approx({"AUROC": auroc, "FPR95": 50, "F1": 100 * 4 / (4 + 2 + 2)})
 
@@ -80,40 +92,26 @@ def test_detectors(monkeypatch):
     factor = Mock(wraps=neighbors.LocalOutlierFactor)
     monkeypatch.setattr(neighbors, "LocalOutlierFactor", factor)
     train, labels = numbers(30, 4), torch.arange(30) % 3
-    known, unseen = (5 * F.one_hot(labels), train), (torch.ones(5, 3), 9 + train[:5])
-    found = detectors.detector_scores(known, unseen, (None, train), labels)
-    assert [*found] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
-    assert all((scores["AUROC"], scores["FPR95"]) == (100, 0) for scores in found.values())
+    known = ood.detector_scores(5 * F.one_hot(labels), train, train, labels)
+    unseen = ood.detector_scores(torch.ones(5, 3), 9 + train[:5], train, labels)
+    assert [*known] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
+    assert all(known[name].min() > unseen[name].max() for name in known)
     factor.assert_called_with(n_neighbors=20, novelty=True)    # as in the released code
 
 
 def test_two_stages_and_detection(tmp_path, monkeypatch):
     """The epoch of the contrastive loss and the later steps of the task have one learning-rate schedule."""
-    lines = (DATA / "topics.tsv").read_text().splitlines(True)
-    for name, rows in dict(data=lines[:37], dev=lines[:31], ood=[lines[0], *lines[40:60]]).items():
-        (tmp_path / name).with_suffix(".tsv").write_text("".join(rows))
     monkeypatch.setitem(sys.modules, "sklearn", Mock())
     monkeypatch.setitem(sys.modules, "sklearn.neighbors", Mock())
-    stages = [Mock(wraps=finetune.compute_ood_loss), Mock(wraps=finetune.compute_loss), Mock(return_value={})]
+    detector = Mock(side_effect=lambda logits, *_: {"first logit": logits[:, 0]})
+    stages = [Mock(wraps=ood.compute_ood_loss), Mock(wraps=ood.compute_loss), detector]
     for name, stage in zip(("compute_ood_loss", "compute_loss", "detector_scores"), stages):
-        monkeypatch.setattr(finetune, name, stage)
-    flags = [word for name in ("data", "dev", "ood") for word in (f"--{name}", tmp_path / f"{name}.tsv")]
-    result = run("finetune", tmp_path / "out", "--model", "scratch", *flags, "--ood-epochs", 1, "--steps", 3,
-                 "--warmup-ratio", 0.5, "--batch-size", 8)
-    assert [stage.call_count for stage in stages] == [5, 3, 1]
+        monkeypatch.setattr(ood, name, stage)
+    flags = ["--data", DATA / "topics.tsv", "--dev", DATA / "topics_dev.tsv", "--ood", DATA / "sentences.txt"]
+    result = run("ood", tmp_path / "out", "--model", "scratch", *flags, "--ood-epochs", 1, "--steps", 3,
+                 "--warmup-ratio", 0.5, "--batch-size", 64)
+    assert [stage.call_count for stage in stages] == [5, 3, 2]
     rates = [2e-3 * x for x in (0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25)]
     assert [step["lr"] for step in result.steps] == pytest.approx(rates)
-    *parts, labels = stages[2].call_args[0]
-    assert [len(features) for _, features in parts] == [30, 20, 36] and len(labels) == 36
-
-
-def test_contrast_set(monkeypatch):
-    """Consistency is the percentage of texts whose two versions are both classified correctly."""
-    monkeypatch.setattr(finetune.classifier, "predict", lambda _, rows: torch.tensor([x for x, _ in rows]))
-    data = dict(original=[([0.0, 1.0], 1), ([1.0, 0.0], 0), ([2.0, 1.0], 1), ([0.0, 3.0], 1)],
-                edited=[([0.0, 1.0], 0), ([1.0, 0.0], 0), ([2.0, 1.0], 0), ([0.0, 3.0], 1)])
-    args = SimpleNamespace(contrast_set=["a.tsv", "b.tsv"], ood=None)
-    monkeypatch.setattr(finetune, "load_data", lambda path, _: [path])
-    assert finetune.load_test_sets(args) == dict(unseen=[], original=["a.tsv"], edited=["b.tsv"])
-    found = finetune.score_test_sets(None, data, args)["contrast"]
-    assert found == dict(original=75, edited=75, consistency=50)
+    lengths = [[*map(len, call.args)] for call in detector.call_args_list]
+    assert lengths == [[120, 120, 320, 320], [600, 600, 320, 320]] and result.steps[-1]["ood"]["first logit"]

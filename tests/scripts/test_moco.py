@@ -1,4 +1,4 @@
-"""Test moco.py: queue, memory bank, key encoder, split batch norm, and shuffled keys. The order of operations
+"""Test moco.py: queue, key encoder, split batch norm, and shuffled keys. The order of operations
 in a step, and several processes, are tested in tests/training/images/test_dataset.py."""
 from functools import partial
 from types import SimpleNamespace
@@ -11,7 +11,6 @@ from torch import nn
 
 import loss_formulas
 import moco
-from kernels.training.papers import moco_bank
 from running import equal
 
 randn = partial(torch.randn, dtype=torch.float64)
@@ -24,25 +23,6 @@ def test_enqueue_overwrites_the_oldest_keys():
     keys = torch.tensor([[20.0], [21], [22], [23]]).expand(4, 2).requires_grad_()
     assert moco.enqueue(queue, pointer, keys) == 2
     assert queue[:, 0].tolist() == [22, 23, 10, 10, 20, 21] and not queue.requires_grad
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_a_step_with_a_memory_bank(momentum, monkeypatch):
-    """The positive of a query is the bank's slot of the same image; the negatives are sampled slots. The step
-    moves only the slots of the batch's images. They move towards the queries, and stay unit vectors."""
-    torch.manual_seed(11)
-    bank, q, rows = F.normalize(randn(7, 5), dim=1), randn(3, 5, requires_grad=True), [4, 0, 6]
-    sampled = torch.tensor([0, 2, 2, 5])
-    model = Mock(return_value=q, queue=bank.clone())
-    monkeypatch.setattr(torch, "randint", lambda *size, device: sampled)
-    args = SimpleNamespace(queue_size=4, temperature=0.07, momentum=momentum, impl="eager", precision="fp32")
-    loss, _ = moco_bank.compute_bank_loss(model, q, rows, args)
-    wanted = loss_formulas.moco_loss(q, bank[rows], bank[sampled], 0.07)
-    gradients = [torch.autograd.grad(x, q)[0] for x in (loss, wanted)]
-    torch.testing.assert_close([loss, gradients[0]], [wanted, gradients[1]], rtol=1e-10, atol=1e-10)
-    moved = F.normalize(momentum * bank[rows] + (1 - momentum) * F.normalize(q.detach(), dim=1), dim=1)
-    expected = bank.index_copy(0, torch.tensor(rows), moved)
-    torch.testing.assert_close(model.queue, expected, rtol=1e-6, atol=1e-6)   # the bank is updated in float32
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.999, 1.0])

@@ -1,4 +1,4 @@
-"""Test that the ten scripts use the numbers of the papers and of their released code: defaults of flags,
+"""Test that the scripts use the numbers of the papers and of their released code: defaults of flags,
 optimizers, clipping, learning rates and linear probes."""
 import importlib
 import math
@@ -65,9 +65,10 @@ DEFAULTS = [
     ("simclr", "--recipe v2", dict(lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, epochs=800,
                                    temperature=0.1, head_layers=3, form="code")),
     ("simclr", "--supervised", dict(temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2)),
-    ("simclr", "--finetune DATA", dict(batch_size=1024, epochs=60, lr=0.005, lr_scaling="sqrt",
-                                       weight_decay=0, warmup_epochs=0, from_layer=1)),
-    ("simclr", "--distill t", dict(epochs=400, lr=0.1, lr_scaling="sqrt", temperature=1, batch_size=4096)),
+    ("simclr_v2", "", dict(batch_size=1024, epochs=60, lr=0.005, weight_decay=0, warmup_epochs=0,
+                           from_layer=1, optimizer="lars")),
+    ("simclr_v2", "--teacher t", dict(batch_size=4096, epochs=400, lr=0.1, weight_decay=1e-4,
+                                      warmup_epochs=20, from_layer=0, temperature=1)),
     ("moco", "--recipe v1", IMAGENET | V1 | dict(v1=True)),
     ("moco", "--recipe v2", IMAGENET | V2 | dict(v1=False)),
     ("moco", "--image-size 224", IMAGENET | V2), ("moco", "--image-size 224 --v1", IMAGENET | V1),
@@ -75,7 +76,9 @@ DEFAULTS = [
     ("moco", "--recipe demo", dict(
         model="resnet-18", image_size=32, batch_size=512, epochs=200, lr=0.03, weight_decay=5e-4, crop=0.08,
         queue_size=4096, momentum=0.99, blur=0, head_layers=1, temperature=0.1, bn_splits=8)),
-    ("moco", "--memory-bank", V1 | dict(v1=True, queue_size=4096, momentum=0.5, crop=0.2))]
+    ("memory_bank", "", dict(v1=True, head_layers=1, temperature=0.07, queue_size=4096, bank_momentum=0.5,
+                             crop=0.2, weight_decay=5e-4)),
+    ("ood", "", dict(ood_epochs=20, epochs=20, temperature=0.1, adversarial=0.1))]
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +93,14 @@ def large_files(tmp_path_factory):
     labels = np.arange(4096) % 2
     np.savez(folder / "images.npz", images=np.zeros((4096, 2, 2, 3), np.uint8), labels=labels)
     paths = {name: folder / f"{name}.tsv" for name in ("ease", "tacl")}
-    return paths | {name: folder / "images.npz" for name in ("simclr", "moco")}, folder / "text.tsv"
+    scripts = "simclr", "moco", "memory_bank", "simclr_v2"
+    return paths | {name: folder / "images.npz" for name in scripts}, folder / "text.tsv"
 
 
 @pytest.mark.parametrize("name, flags, wanted", DEFAULTS)
 def test_defaults_of_flags(name, flags, wanted, large_files):
     script, data = importlib.import_module(name), large_files[0].get(name, large_files[1])
-    flags = flags.replace("DATA", str(data)).split()
-    args = script.make_parser().parse_args(["--data", str(data), *flags])
+    args = script.make_parser().parse_args(["--data", str(data), *flags.split()])
     script.load_data(args.data, args)
     assert {key: getattr(args, key) for key in wanted} == wanted
 

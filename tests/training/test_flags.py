@@ -16,7 +16,6 @@ GOOD_DATA = "--data good.csv --model scratch --batch-size"
 @pytest.mark.parametrize("script, flags, wanted", [
     ("simcse", "", "the following arguments are required: --data"),
     ("simcse", "--resume --out none", "--resume: no run in none"),
-    ("simclr", "--data a.npz --finetune b.npz", "--finetune gives the training data; leave out --data"),
     ("simcse", f"{GOOD_DATA} 4", r"good\.csv: 3 rows, fewer than --batch-size, .*; give a smaller .*"),
     ("simcse", f"{GOOD_DATA} 1", "--batch-size 1: expected at least 2"),
     ("simcse", f"{GOOD_DATA} 2 --max-length 513", r"--max-length 513: scratch reads at most 512 tokens"),

@@ -21,7 +21,7 @@ class ImageDataset:
     args             the script's flags
     crops            augmentation.Crops: how the script samples training crops
     train, test      ImageSource of each split. test is None if there is no test split, or if one of the two
-                     has no labels. Without --data (evaluation of a classifier), both are the images of --dev
+                     has no labels
     size             side of a view in pixels
     is_small         whether size <= 32. Such images get other first layers and default flags
     classes          class names; a label is an index into this list
@@ -29,11 +29,9 @@ class ImageDataset:
     """
 
     def __init__(self, args, crops):
-        self.path, self.crops, self.seed = args.data or args.dev, crops, args.seed
+        self.path, self.crops, self.seed = args.data, crops, args.seed
         self.train, test = read_images(self.path, args.workers, args.skip_damaged)
         if args.dev:
-            test = self.train
-        if args.dev and args.data:
             test, _ = read_images(args.dev, args.workers, args.skip_damaged)
         self.size = args.image_size or self.train.default_view_size(encoders.read_size(args.model))
         self.is_small = self.size <= encoders.SMALL_SIZE
@@ -53,8 +51,7 @@ class ImageDataset:
         """Renumber the labels of both splits to 0, 1, 2, ... without gaps, because a label is used as index
         of a logit and of a kNN vote. A class has the same number in both splits."""
         numbers = {}
-        splits = [self.train] if self.test is self.train else [self.train, self.test]
-        for split in splits:
+        for split in (self.train, self.test):
             if split and split.labels is not None:
                 found, at = split.labels.unique(return_inverse=True)
                 names = [split.names.get(label, str(label)) for label in found.tolist()]
@@ -105,12 +102,12 @@ class ImageDataset:
         local = ((step // epoch, rows[own_rows(len(rows))]) for step, rows in order)
         self.training_views = self.views(self.train, local, self.crops._replace(min_area=min_area), count)
 
-    def encode_split(self, split, model, logits=False):
-        """Return features (N, feature_dim), or logits, of the centre crops of a split's N images. Each rank
-        encodes a part and receives all results; if ranks outnumber images, each rank encodes all."""
+    def encode_split(self, split, model):
+        """Return features (N, feature_dim) of the centre crops of a split's N images. Each rank encodes a
+        part and receives all results; if ranks outnumber images, each rank encodes all."""
         is_shared = len(split) >= (dist.get_world_size() if dist.is_initialized() else 1)
         local = range(len(split))[own_rows(len(split)) if is_shared else slice(None)]
         starts = progress(range(0, len(local), 256), "evaluating", " batches")
         order = ((0, local[i : i + 256]) for i in starts)
-        found = model.encode_batches(self.views(split, order), logits)
+        found = model.encode_batches(self.views(split, order))
         return gather_rows(found, len(split)) if is_shared else found

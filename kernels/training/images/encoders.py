@@ -76,16 +76,15 @@ def read_size(name):
 
 
 class ImageEncoder(nn.Module):
-    """An image encoder and its head: a projection head, used in training only, or a classifier.
+    """An image encoder and its head.
 
     run          Run whose flags --precision and --chunk-size are used; None: float32 and whole batches
     mean, std    mean and standard deviation of each channel, by which images in [0, 1] are normalised
-    classes      class names of the classifier's logits; None: the head is a projection head
     """
 
-    def __init__(self, encoder, head, run=None, mean=(0, 0, 0), std=(1, 1, 1), classes=None):
+    def __init__(self, encoder, head, run=None, mean=(0, 0, 0), std=(1, 1, 1)):
         super().__init__()
-        self.encoder, self.head, self.classes = encoder, head, classes
+        self.encoder, self.head = encoder, head
         self.feature_dim = encoder.config.hidden_sizes[-1]
         self.bf16, self.chunk_size = (run.bf16, run.args.chunk_size) if run else (False, None)
         for name, values in (("mean", mean), ("std", std)):
@@ -109,12 +108,11 @@ class ImageEncoder(nn.Module):
         return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
     @torch.no_grad()
-    def encode_batches(self, batches, logits=False):
-        """Return the features (N, feature_dim), or logits, of batches (n, 3, S, S), computed in eval mode."""
+    def encode_batches(self, batches):
+        """Return the features (N, feature_dim) of batches (n, 3, S, S), computed in eval mode."""
         training = self.training
         self.eval()
         parts = [self.features(x) for x in batches]
-        parts = [self.head(part) for part in parts] if logits else parts
         self.train(training)
         return torch.cat(parts)
 
@@ -126,21 +124,19 @@ class ImageEncoder(nn.Module):
 HEAD = "head.safetensors"                                      # file next to the encoder's weights
 
 
-def save_head(head, classes, folder):
-    """Save a head to head.safetensors, with its layer types and classes in the file's metadata. A
-    SyncBatchNorm is saved as a BatchNorm1d."""
+def save_head(head, folder):
+    """Save a head to head.safetensors, with its layer types in the file's metadata. A SyncBatchNorm is saved
+    as a BatchNorm1d."""
     kinds = (type(part).__name__.replace("SyncBatchNorm", "BatchNorm1d") for part in head)
-    metadata = {"layers": " ".join(kinds), "classes": json.dumps(classes)}
     weights = {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()}
-    save_file(weights, folder / HEAD, metadata)
+    save_file(weights, folder / HEAD, {"layers": " ".join(kinds)})
 
 
 def load_head(name, flag="--model"):
-    """Return (head, class names) saved in a folder. A projection head has None instead of class names. Return
-    (None, None) if the folder contains no head.safetensors."""
+    """Return the head saved in a folder, or None if the folder contains no head.safetensors."""
     path, layers = Path(name, HEAD), []
     if name in RESNETS or not path.is_file():
-        return None, None
+        return None
     with loading(f"{flag} {name}: {HEAD}"):
         with safe_open(path, "pt") as file:
             metadata, weights = file.metadata(), load_file(path)
@@ -152,17 +148,7 @@ def load_head(name, flag="--model"):
                 layers.append(nn.ReLU() if kind == "ReLU" else nn.BatchNorm1d(len(weights[f"{i}.weight"])))
         head = nn.Sequential(*layers)
         head.load_state_dict(weights)
-        return head, json.loads(metadata["classes"])
-
-
-def load_classifier(name, flag="--model", run=None):
-    """Load a classifier that simclr.py saved after --finetune or --distill. Return an ImageEncoder in eval
-    mode, which maps images (n, 3, S, S) in [0, 1] to logits (n, C); its `classes` are the C class names."""
-    head, classes = load_head(name, flag)
-    if classes is None:
-        fail(f"{flag} {name}: has no classifier; expected the --out of a run with --finetune or --distill")
-    encoder = load_image_encoder(name, flag=flag)
-    return ImageEncoder(encoder, head, run, *read_mean_std(name), classes).eval()
+        return head
 
 
 def save_encoder(model, run, size):
@@ -176,12 +162,10 @@ def save_encoder(model, run, size):
                     image_mean=model.mean.flatten().tolist(), image_std=model.std.flatten().tolist())
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside)
-        save_head(model.head, model.classes, aside)
+        save_head(model.head, aside)
         (aside / "preprocessor_config.json").write_text(json.dumps(settings))
         text = (f"Image encoder: {model.feature_dim} features for each image, to be compared by cosine "
                 "similarity. AutoImageProcessor prepares the input.")
-        if model.classes:
-            text += f"\nIts head is a classifier with {len(model.classes)} classes."
         if isinstance(encoder, SmallImageResNet):
             text += "\nIts first layer is made for small images; transformers' AutoModel cannot load it."
         tags = ["transformers", "image-feature-extraction"]
@@ -190,7 +174,7 @@ def save_encoder(model, run, size):
 
 def load_hint(model, run):
     """Return a line of Python that loads the model saved in --out."""
-    if not model.classes and not isinstance(model.encoder, SmallImageResNet):
+    if not isinstance(model.encoder, SmallImageResNet):
         return f'AutoModel.from_pretrained("{run.args.out}")'
-    function = "load_classifier" if model.classes else "load_image_encoder"
-    return f'from kernels.training.images.encoders import {function}; {function}("{run.args.out}")'
+    return ("from kernels.training.images.encoders import load_image_encoder; "
+            f'load_image_encoder("{run.args.out}")')

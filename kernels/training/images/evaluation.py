@@ -1,6 +1,4 @@
-"""Evaluation of image encoders: accuracy of k nearest neighbours (kNN), a linear probe, or a classifier."""
-from unicodedata import normalize
-
+"""Evaluation of image encoders: accuracy of k nearest neighbours (kNN), and of a linear probe."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,10 +17,10 @@ from .encoders import ImageEncoder, load_image_encoder
 
 def evaluate_before(model, images, run):
     """Print the model's kNN accuracy before the first step. A resumed run prints the saved accuracy."""
-    if images.test and not model.classes:
+    if images.test:
         if run.step == 0:
             began = run.clock.seconds()
-            run.log_initial_scores(evaluate(model, images, run.impl))
+            run.log_initial_scores({"knn": evaluate_knn(model, images, run.impl)})
             run.clock.count_pause(began)
         log("before", f"kNN {run.extra_state['before']['knn']:.2f} % (k = {neighbours(images)})")
 
@@ -31,14 +29,14 @@ def evaluate_and_save(model, images, run):
     """Evaluate the model and save it. Each checkpoint replaces the previous checkpoint, even a better one,
     because test images must not select the checkpoint."""
     average_batch_statistics(model)
-    scores = evaluate(model, images, run.impl) if images.test else {}
+    scores = {"knn": evaluate_knn(model, images, run.impl)} if images.test else {}
     if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
         encoders.save_encoder(model, run, images.size)
 
 
 def probe_text(model, images, args):
     """Return the text that announces the linear probe at the end of a run, or "" if there is none."""
-    has_probe = images.test and not model.classes and args.probe_epochs
+    has_probe = images.test and args.probe_epochs
     return f", then {args.probe_epochs} epochs of a linear probe (--probe-epochs)" if has_probe else ""
 
 
@@ -47,9 +45,7 @@ def finish(model, images, run, linear_probe):
     the script's function that trains a linear probe on the model's features and returns its accuracy."""
     model.restore(run.out)
     scores, best = "", run.extra_state["saved"]
-    if images.test and model.classes:
-        scores = f"top-1 {best['top1']:.2f} %, "
-    elif images.test:
+    if images.test:
         scores = f"kNN {run.extra_state['before']['knn']:.2f} → {best['knn']:.2f} %, "
         if run.args.probe_epochs:
             scores += f"linear {linear_probe(model, images, run):.2f} %, "
@@ -81,48 +77,29 @@ def knn_accuracy(bank, bank_labels, queries, labels, k, temperature=0.1, impl="a
     return 100 * (votes.argmax(1) == labels).float().mean().item()
 
 
-def evaluate(model, images, impl="auto"):
-    """Return {"top1": percent} for a classifier, else {"knn": percent} with training images as neighbours."""
-    if model.classes:
-        return {"top1": accuracy(model, images)}
+def evaluate_knn(model, images, impl="auto"):
+    """Return the kNN accuracy of the test images in percent. The neighbours are training images."""
     bank = images.encode_split(images.train, model)
     queries = images.encode_split(images.test, model)
     bank_labels, labels = (split.labels.to(bank.device) for split in (images.train, images.test))
-    return {"knn": knn_accuracy(bank, bank_labels, queries, labels, neighbours(images), impl=impl)}
-
-
-def accuracy(model, images):
-    """Return the percentage of test images that a classifier labels correctly. The classes of model and test
-    images are matched by name. Images of a class that the model does not know count as errors."""
-    numbers = {normalize("NFC", name): i for i, name in enumerate(model.classes)}
-    labels = torch.tensor([numbers.get(name, -1) for name in images.classes])[images.test.labels]
-    correct = images.encode_split(images.test, model, logits=True).argmax(1).cpu() == labels
-    return 100 * correct.float().mean().item()
+    return knn_accuracy(bank, bank_labels, queries, labels, neighbours(images), impl=impl)
 
 
 def evaluate_model(args, script, crops, linear_probe):
-    """Run --evaluate. With --data, print the accuracy of --model by kNN and by a linear probe. If --model has
-    a classifier, also print the classifier's accuracy, which does not need --data."""
-    head, classes = encoders.load_head(args.model)
+    """Run --evaluate: print the accuracy of --model by kNN and by a linear probe."""
     if args.model in encoders.RESNETS:
         fail(f"--model {args.model}: a new model has learnt nothing; give a folder or a hub name")
-    images = ImageDataset(args, crops)
+    images = ImageDataset(args, crops) if args.data else None
+    if not images or not images.test:
+        fail("--evaluate: expected labelled training images in --data, and test images in --data or --dev")
     log("data", images.describe())
-    if not images.test or not (args.data or classes):
-        fail("--evaluate: expected labelled test images, in --data or --dev, and in addition either labelled "
-             "training images in --data, or a --model with a classifier")
     run = Run(args, script)
     encoder = load_image_encoder(args.model)
-    model = ImageEncoder(encoder, head, run, *encoders.read_mean_std(args.model)).to(run.device)
+    model = ImageEncoder(encoder, None, run, *encoders.read_mean_std(args.model)).to(run.device)
     images.to_device(run)
-    scores = {}
-    if args.data:
-        scores[f"kNN (k = {neighbours(images)})"] = evaluate(model, images, run.impl)["knn"]
-    if args.data and args.probe_epochs:
+    scores = {f"kNN (k = {neighbours(images)})": evaluate_knn(model, images, run.impl)}
+    if args.probe_epochs:
         scores["linear"] = linear_probe(model, images, run)
-    if classes:
-        model.classes = classes
-        scores["classifier"] = accuracy(model, images)
     shown = ", ".join(f"{name} {score:.2f} %" for name, score in scores.items())
     log("test", f"{shown}  {args.model}")
 

@@ -20,9 +20,6 @@ def make_optimizer(model, lr, args):
         norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
         special = {p for part in norms for p in part.parameters()}
         options = dict(weight_decay=0.0)
-    elif args.optimizer == "lars" and model.classes:
-        special = {model.head[-1].weight}
-        options = dict(trust=None)
     groups = [dict(params=[p for p in weights if p not in special])]
     if special:
         groups.append(dict(params=[p for p in weights if p in special], **options))
@@ -33,8 +30,7 @@ class LARS(torch.optim.Optimizer):
     """SGD with momentum and layer-wise learning rates: the step of a weight matrix w is scaled by
     trust · |w| / |gradient|. Batch norms and biases get unscaled steps, without weight decay (paper).
 
-    trust    the trust coefficient, or None: steps are not scaled. make_optimizer sets None for a classifier's
-             weights (released code): they start at 0, so steps in proportion to |w| would stay small
+    trust    the trust coefficient, or None: steps are not scaled
     """
 
     def __init__(self, parameters, lr, weight_decay, momentum=0.9, trust=0.001):

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
-from finetune_detectors import classify_with_features
+from finetune import classify_with_features
 from kernels.training.text.classifier import classification_metrics, classify, make_batch, tokenise_texts
 from running import DATA, run
 

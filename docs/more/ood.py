@@ -1,0 +1,314 @@
+"""Modeling Discriminative Representations for Out-of-Domain Detection with Supervised Contrastive Learning.
+Zeng et al., ACL 2021, arXiv 2105.14289.
+
+A classifier of texts is trained in two stages: first with a supervised contrastive loss, then with the cross
+entropy CE. After training, three detectors separate the texts of --ood, whose classes are not in --data, from
+those of --dev. z_i is the input of the last layer for text i. Each text has two views: the text itself, and
+an adversarial view, in which a word embedding x becomes x + ε g / ‖g‖; g is the gradient of CE at x. J_i are
+the other views with the label of view i. With s_ij = cos(z_i, z_j) / τ, the loss of the first stage is
+
+    L = mean over views i of −1/|J_i| Σ_{j in J_i} log( exp s_ij / Σ_{k ≠ i} exp s_ik )
+
+    python docs/more/ood.py --data intents.tsv --dev dev.tsv --ood out-of-scope.tsv --out out/ood
+    python docs/more/ood.py --form code --data intents.tsv --dev dev.tsv --ood out-of-scope.tsv
+    python docs/more/ood.py --evaluate --model out/ood --data intents.tsv --dev dev.tsv --ood other.tsv
+
+Data: as for childtuning.py, with labels that are classes. --ood has only the text columns of --data.
+Expected: unseen texts get lower scores than known ones, so AUROC is above 50.
+--form code follows the released code, which adds both views of a text inside one logarithm: see
+ood_contrastive_loss. Departures in both forms: the encoder is a pretrained model, not a GRU on frozen word
+vectors. --steps does not count the first stage, but the schedule of the learning rate does. Steps whose
+gradient is not finite are skipped.
+"""
+import math
+import os
+import sys
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
+from childtuning import compute_loss
+from finetune import attention_mask_of, classify_with_features, gathered_rows
+from kernels import check_rows, checks, own_rows, sup_con_loss
+from kernels.training.data import empty_cell, join_names, normalise_name, read_table
+from kernels.training.errors import command, fail, log
+from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
+from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
+from kernels.training.run import Run
+from kernels.training.text import classifier
+from kernels.training.text.classifier import describe_scores, make_batch, tokenise_texts
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_parser():
+    parser = ScriptParser(__doc__)
+    add = parser.add_argument
+    run_flags(
+        parser, model="bert-large-cased", dev=None, out="out/ood", form="paper",
+        max_length=(128, "128, for both texts of a pair together, also of --dev"),
+        temperature=(0.1, "0.1 (released code)"), batch_size=16, epochs=(20, "20 (released code)"),
+        lr=(None, "4e-5, or 2e-3 with --model scratch; linear decay to 0"),
+        weight_decay=(0.01, "0.01; always 0 for biases and norms"), eval_every=(None, "one epoch"))
+    classifier.classifier_flags(parser)
+    add("--ood-epochs", type=at_least(0, int), default=20,
+        help="epochs of the first stage, with the contrastive loss; default 20 (released code)")
+    parser.add_shared("--adversarial", 0.1, "0.1 (released code)")
+    add("--warmup-ratio", group="training", type=ratio, default=0.1,
+        help="fraction of the steps for warm-up; default 0.1")
+    add("--ood", group="evaluation", reads="held-out data",
+        help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
+    return parser
+
+
+# ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_data(path, args):
+    """Return a file's rows [(texts, label)] (classifier.load_rows). Set the default of --lr."""
+    fill_defaults(args, dict(lr=2e-3 if args.model == "scratch" else 4e-5))
+    rows = classifier.load_rows(path, args)
+    if args.task == "regression":
+        fail(f"{path}: the task is regression, expected classification")
+    return rows
+
+
+def load_unseen(args):
+    """Read --ood into [(texts, 0)], where 0 replaces a label. A file without a header has only the text
+    columns of --data. Fail if scikit-learn, which local_outlier_factor needs, is not installed."""
+    if not args.data or not args.dev:
+        fail(f"--ood {args.ood}: requires --data (training texts) and --dev (other texts of these classes)")
+    try:
+        import sklearn.neighbors  # noqa: F401
+    except ImportError:
+        fail("--ood needs the package scikit-learn; run pip install scikit-learn")
+    header, table = read_table(args.ood, empty_cell, names=args.text_columns)
+    rows = [cells for _, cells in table]
+    wanted = [normalise_name(name) for name in args.text_columns]
+    found = [normalise_name(name) for name in header] if header else wanted
+    if not set(wanted) <= set(found) or len(rows[0]) != len(found):
+        fail(f"{args.ood}: {len(rows[0])} columns, expected the text columns of {args.data}: "
+             f"{join_names(args.text_columns)}")
+    log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
+    return [(tuple(cells[found.index(name)] for name in wanted), 0) for cells in rows]
+
+
+# ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gathered=None, offset=0):
+    """Return the supervised contrastive loss of N texts and their adversarial views.
+
+    z, z_adv     (N, D) features z_i of the texts and z'_i of their adversarial views, float32 or float64;
+                 normalised here
+    labels       (N,) integers
+    form         "paper": SupCon's mean over all 2N views
+                 "code": the mean over i of −1/|C_i| Σ_{j in C_i} log(a_ij / Σ_l a_il), plus the same with
+                 z and z' swapped. a_ij = [j ≠ i] e^{z_i·z_j/τ} + e^{z_i·z'_j/τ}; [j ≠ i] is 0 for j = i,
+                 else 1; C_i are the texts with the label of text i
+    gathered     (pairs (z_i, z'_i) as (M, 2, D), labels) of all ranks, from gather_rows; None on one rank
+    offset       index of this rank's first row in `gathered`
+    source       Zeng et al. 2021
+    """
+    check_rows(z=(z, "N D"), z_adv=(z_adv, "N D"), labels=(labels, "N", int))
+    checks.check_same_dtype(z=z, z_adv=z_adv)
+    checks.check_temperature(temperature, z.device)
+    checks.check_choice("form", form, "paper", "code")
+    views = torch.stack([z, z_adv], 1)
+    if form == "paper":
+        return sup_con_loss(views, labels, temperature, gathered=gathered, offset=offset, normalize=True)
+    all_views, all_labels = (views, labels) if gathered is None else checks.check_pair(
+        "gathered", gathered, "(views, labels) of all ranks")
+    check_rows(offset, views=(views, "N v D"), **{
+        "gathered: views": (all_views, "M v D"), "gathered: labels": (all_labels, "M", int)})
+    (z, z_adv), (all_z, all_z_adv) = (F.normalize(x, dim=2).unbind(1) for x in (views, all_views))
+    same_label = labels[:, None] == all_labels
+    own = torch.zeros_like(same_label)
+    own.diagonal(offset).fill_(True)
+    loss = 0
+    for anchors, alike, others in ((z, all_z, all_z_adv), (z_adv, all_z_adv, all_z)):
+        across = anchors @ others.T / temperature
+        both = torch.where(own, across, torch.logaddexp(anchors @ alike.T / temperature, across))
+        log_p = both - both.logsumexp(1, keepdim=True)
+        loss = loss - ((log_p * same_label).sum(1) / same_label.sum(1)).mean()
+    return loss
+
+
+def adversarial_noise(gradient, mask, size):
+    """Return noise (n, L, H), float32 or float64: for each token, a step of length `size` along its gradient.
+
+    gradient   (n, L, H) gradient of a loss at the word embeddings, any float type; no step where it is 0
+    mask       (n, L) integers, 0 for padding, which gets no step
+    source     Zeng et al. 2021; the released code uses size 0.1
+    """
+    check_rows(gradient=(gradient, "n L H"), mask=(mask, "n L", int))
+    checks.check_number("size", size)
+    upcast = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return size * F.normalize(upcast, dim=2) * (mask != 0)[:, :, None]
+
+
+def adversarial_views(model, inputs, labels, size):
+    """Return (logits, features z of the texts, features z' of their adversarial views). Adversarial views add
+    steps of length `size` to the word embeddings, along the gradient of the cross entropy."""
+    words, mask = [], attention_mask_of(inputs)
+    try:
+        layer = model.get_input_embeddings()
+    except NotImplementedError:
+        fail(f"{type(model).__name__} has no word embeddings; --ood-epochs needs a model like BERT")
+    hook = layer.register_forward_hook(lambda layer, ids, x: words.append(x))
+    logits, z = classify_with_features(model, inputs)
+    hook.remove()
+    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5: two calls; XLNet: length before batch
+        fail(f"{type(model).__name__} does not embed the words of a batch in one call, one text per row; "
+             "--ood-epochs needs a model like BERT", every_rank=True)
+    task = F.cross_entropy(logits, labels, reduction="sum")
+    gradient, = torch.autograd.grad(task, words, retain_graph=True)
+    step = adversarial_noise(gradient, mask, size)
+    hook = layer.register_forward_hook(lambda layer, ids, x: x + step)
+    z_adv = classify_with_features(model, inputs)[1]
+    hook.remove()
+    return logits, z, z_adv
+
+
+def compute_ood_loss(model, batch, rows, args):
+    """Return the loss of the first stage and the values to log, as compute_loss does for the second stage."""
+    inputs, labels = batch
+    logits, z, z_adv = adversarial_views(model, inputs, labels, args.adversarial)
+    loss = ood_contrastive_loss(z, z_adv, labels, args.temperature, args.form,
+                                **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
+    # 0 · logits: the last layer's gradient is 0, not None, so AdamW steps as on several ranks
+    loss = (loss + 0 * logits.sum()) * (len(labels) / rows)
+    return loss, {"loss": loss.detach()}
+
+
+# ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def detect(model, data, args):
+    """Score the texts of --dev and --ood with each detector. Print and return {"ood": {name of the detector:
+    result of ood_metrics}}; {} without --ood. data: {"train", "dev", "unseen": tokenised rows}."""
+    if not args.ood:
+        return {}
+    _, train = classifier.forward_rows(model, data["train"], classify_with_features)
+    labels = torch.tensor([label for _, label in data["train"]])
+    outputs = (classifier.forward_rows(model, rows, classify_with_features)
+               for rows in (data["dev"], data["unseen"]))
+    known, unseen = (detector_scores(*found, train, labels) for found in outputs)
+    found = {name: ood_metrics(known[name].numpy(), unseen[name].numpy()) for name in known}
+    for name, metrics in found.items():
+        log("ood", f"{name}: {describe_scores(metrics)}")
+    return {"ood": found}
+
+
+def detector_scores(logits, z, train, labels):
+    """Return {name of the detector: scores (n,)}, which should be higher for texts of known classes.
+
+    logits, z       (n, C) logits and (n, H) features of the texts
+    train, labels   (N, H) features of the training texts, and their classes (N,)
+    """
+    return {"maximum softmax": logits.double().softmax(1).amax(1),
+            "local outlier factor": local_outlier_factor(train, z),
+            "Mahalanobis": mahalanobis(train, labels, z)}
+
+
+def local_outlier_factor(train, x, neighbours=20):
+    """Return −LOF (n,) float64, the negative local outlier factor, of features x (n, H). LOF compares the
+    density around a vector with the density around its nearest training vectors (20 in the released code)."""
+    from sklearn.neighbors import LocalOutlierFactor
+
+    train, x = train.double().numpy(), x.double().numpy()
+    detector = LocalOutlierFactor(n_neighbors=min(neighbours, len(train) - 1), novelty=True).fit(train)
+    return torch.from_numpy(detector.score_samples(x))
+
+
+def mahalanobis(train, labels, x):
+    """Return (n,) float64 −(z − μ)ᵀ Σ⁺ (z − μ) for each row z of x (n, H), where μ is the nearest class mean.
+
+    train, labels   (N, H) training features of any float type, and the class of each, (N,) integers
+    source          Lee et al. 2018: Σ = 1/N Σ_i (z_i − μ_i)(z_i − μ_i)ᵀ over all classes, where μ_i is the
+                    mean of the class of z_i; Σ⁺ is its pseudo-inverse
+    """
+    train = train.double()
+    _, group = labels.unique(return_inverse=True)
+    sums = train.new_zeros(int(group.max()) + 1, train.shape[1]).index_add(0, group, train)
+    means = sums / group.bincount()[:, None]
+    centred = train - means[group]
+    variances, directions = torch.linalg.eigh(centred.T @ centred / len(train))
+    # a variance below the rounding error of float32 features counts as 0
+    real = variances > torch.finfo(torch.float32).eps * variances.max()
+    whitening = directions[:, real] / variances[real].sqrt()   # makes the distance Euclidean
+    whitened, centres = ((z - means[0]) @ whitening for z in (x.double(), means))
+    return -torch.cdist(whitened, centres).amin(1).square()
+
+
+def ood_metrics(known, unseen):
+    """Return {"AUROC", "FPR95", "F1"} in percent for scores of known rows (n,) and of unseen rows (m,).
+
+    AUROC   probability that a known row scores higher than an unseen row; ties count half
+    FPR95   fraction of unseen rows that are accepted by the threshold that accepts 95 % of the known rows
+    F1      F1 of detecting unseen rows with the threshold of FPR95
+    """
+    known = np.sort(known)
+    below, upto = (np.searchsorted(known, unseen, side) for side in ("left", "right"))
+    threshold = known[len(known) // 20]                        # at most 5 % of known rows score lower
+    accepted, detected = (unseen >= threshold).mean(), (unseen < threshold).sum()
+    rejected = (known < threshold).sum()
+    return {"AUROC": 100 * float(1 - (below + upto).mean() / 2 / len(known)), "FPR95": 100 * float(accepted),
+            "F1": 100 * float(2 * detected / (detected + rejected + len(unseen)))}
+
+
+# ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@command
+def main(argv=None):
+    args = make_parser().parse_args(argv)
+    if args.evaluate:
+        model, dev = classifier.evaluate_model(args, __file__)
+        data = {"unseen": load_unseen(args), "train": load_data(args.data, args)} if args.ood else {}
+        data = {name: tokenise_texts(rows, model, args.max_length) for name, rows in data.items()}
+        return detect(model, data | {"dev": dev}, args)
+    data = {"train": load_data(args.data, args), "dev": load_data(args.dev, args) if args.dev else []}
+    data["unseen"] = load_unseen(args) if args.ood else []
+    run = Run(args, __file__)
+    model = classifier.load_model(args, run)
+    data = {name: tokenise_texts(rows, model, args.max_length, training=name == "train")
+            for name, rows in data.items()}
+    epoch = steps_per_epoch(len(data["train"]), args.batch_size)
+    first_stage = args.ood_epochs * epoch                      # number of steps
+    total = first_stage + (args.steps or args.epochs * epoch)
+    warmup = math.ceil(args.warmup_ratio * total)
+    args.eval_every = args.eval_every or epoch
+    optimizer = torch.optim.AdamW(decay_groups(model, args.weight_decay), args.lr)
+    run.extra_state["skipped"] = 0
+    run.begin(model, optimizer, total)
+    logged = {"loss": math.nan}
+    for step, picked in run.steps(total, len(data["train"])):
+        set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
+        batch = make_batch([data["train"][i] for i in picked[own_rows(len(picked))]], model)
+        if step <= first_stage:
+            loss, values = compute_ood_loss(model, batch, len(picked), args)
+        else:
+            loss, values = compute_loss(model, batch, len(picked), args)
+        optimizer.zero_grad()
+        loss.backward()
+        all_reduce_gradients(model)
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+        else:
+            run.extra_state["skipped"] += 1
+            values = logged                                    # the loss may be NaN: log the previous values
+            log("note", f"step {step}: the gradient is not finite; the step is skipped")
+        if step == total:
+            values = values | detect(model, data, args)
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
+        logged = run.values
+        if run.eval_due:
+            classifier.evaluate_and_save(model, data["dev"], args, run)
+    classifier.finish_run(run, args)
+
+
+if __name__ == "__main__":
+    main()
