@@ -20,7 +20,6 @@ separate statistics for --bn-splits parts of the batch, and images are shuffled 
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
-    .tsv      a table of image files and their labels
     .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
     .npy      images
 Labels are only used for evaluation. Image files are decoded when they are needed; views are cropped before
@@ -47,7 +46,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels import check_rows, checks, gather_rows, own_rows, queue_loss
-from kernels.training.errors import check_memory, command, fail, log
+from kernels.training.errors import command, fail, log
 from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import evaluation
 from kernels.training.images.augmentation import Crops, bernoulli_mask, blur, grey, jitter
@@ -183,7 +182,6 @@ def build_query_encoder(args, images, run, num_keys):
              "processes")
     encoder = load_image_encoder(args.model, images.is_small)
     width, dim = encoder.config.hidden_sizes[-1], args.projection_dim
-    check_memory(f"--projection-dim {dim} with {num_keys} keys", 16 * (width + num_keys) * dim)
     hidden = [nn.Linear(width, width), nn.ReLU()] if args.head_layers == 2 else []
     head = nn.Sequential(*hidden, nn.Linear(width, dim))
     use_split_batch_norm(encoder, args.batch_size // args.bn_splits)

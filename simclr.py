@@ -9,7 +9,7 @@ temperature τ and s(i, j) = u_i·u_j / τ, the loss (NT-Xent) is
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
     python simclr.py --recipe cifar --data cifar-10-batches-py --out out/simclr
-    python simclr.py --supervised --data cifar-10-batches-py --out out/supcon
+    python simclr.py --recipe supcon --data cifar-10-batches-py --out out/supcon
     torchrun --nproc-per-node 8 simclr.py --recipe v2 --data train --dev val --out out/v2
 
 --supervised trains with the SupCon loss. The positives P(i) of view i are all other views with i's label:
@@ -18,7 +18,6 @@ docs/more/simclr_v2.py has the other stages of SimCLR v2: fine-tuning and distil
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
-    .tsv      a table of image files and their labels
     .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
     .npy      images
 Image files are decoded when they are needed; views are cropped before they are resized.
@@ -27,7 +26,7 @@ Published test accuracies, with the flags that come closest to each setup; none 
     CIFAR-10    about 91 % linear           --recipe cifar
                 83.2 % kNN, 85.6 % linear   --optimizer sgd --lr 0.06 --warmup-epochs 0 --weight-decay 5e-4
                                             --crop 0.2 --grey 0.1 (dkobak/simclr-cifar10, head 512-1024-128)
-                96.0 % linear               --supervised --model resnet-50 --batch-size 1024 --epochs 1000
+                96.0 % linear               --recipe supcon --model resnet-50 --batch-size 1024 --epochs 1000
     ImageNet    64.5 % linear               --recipe code
                 69.1 % linear               --recipe paper --form code --epochs 1000 (released checkpoint)
                 71.1 % linear               --recipe v2
@@ -71,10 +70,9 @@ RECIPES = {
         batch_size=512, epochs=1000, lr=1.0, lr_scaling="linear", weight_decay=1e-4, temperature=0.5,
         warmup_epochs=10, head_layers=3, form="code", colour=0.5, blur=0.0)),
     "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(epochs=800,
-        lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code"))}
-FLAG_RECIPES = {
-    "supervised": Recipe("SupCon's CIFAR-10 command; lr and decay fit a loss without τ / 0.07", dict(
-        temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2))}
+        lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code")),
+    "supcon": Recipe("CIFAR-10, SupCon's command; lr and decay fit a loss without τ / 0.07", dict(
+        supervised=True, temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2))}
 
 
 def make_parser():
@@ -83,7 +81,7 @@ def make_parser():
     image_flags(
         parser, "resnet-18", out="out/simclr", batch_size=512, epochs=100, probe_epochs=100,
         weight_decay=(1e-6, "1e-6 (paper)"),
-        temperature=(0.5, "0.5 (paper, CIFAR-10), 0.1 with --supervised"),
+        temperature=(0.5, "0.5 (paper, CIFAR-10)"),
         form=("paper", "paper; code: batch norms in the head"),
         lr=(1.0, "1.0 (released CIFAR-10 command); --lr-scaling multiplies it"))
     add("--crop", group="data", type=ratio, default=0.08,
@@ -101,8 +99,8 @@ def make_parser():
         help="output dimension of the projection head; default 128 (paper)")
     add("--normalize", action=BooleanOptionalAction, default=True, help="normalise z to length 1; default on")
     add("--supervised", action="store_true",
-        help="train with the SupCon loss, and use the settings of SupCon's CIFAR-10 command as defaults")
-    parser.add_recipes(RECIPES, FLAG_RECIPES)
+        help="train with the SupCon loss; --recipe supcon also has the settings of SupCon's CIFAR-10 command")
+    parser.add_recipes(RECIPES)
     add("--optimizer", group="training", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
         help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); nesterov: with "
              "Nesterov momentum, and no weight decay for batch norms; default lars (paper)")
@@ -127,7 +125,7 @@ def load_data(path, args):
     images = ImageDataset(args, CROPS)
     fill_defaults(args, dict(colour=0.5, blur=0.0) if images.is_small else dict(colour=1.0, blur=0.5))
     if args.supervised and images.train.labels is None:
-        fail(f"--supervised needs labels, but {path} has none; expected sub-folders, a .tsv of files and "
+        fail(f"--supervised needs labels, but {path} has none; expected sub-folders, or "
              "labels, or labels in the .npz")
     log("simclr", f"{'supervised' if args.supervised else 'unsupervised'}: {images.describe()}")
     return images

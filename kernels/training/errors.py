@@ -43,13 +43,6 @@ def one_line(text):
     return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
 
 
-def check_memory(what, needed):
-    """Fail early if `what` would need more bytes of memory than this machine has."""
-    if needed > total_memory():
-        fail(f"{what} would need {needed / 2**30:,.0f} GB of memory, this machine has "
-             f"{total_memory() / 2**30:,.0f} GB")
-
-
 def total_memory():
     """Return the size of this machine's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

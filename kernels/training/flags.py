@@ -127,14 +127,13 @@ class Recipe(NamedTuple):
 class ScriptParser(argparse.ArgumentParser):
     """The argument parser of a script. It raises UserError for wrong flags, instead of exiting.
 
-    recipes   {name: Recipe}, all presets: those of --recipe and those in `implied`
-    implied   {flag: Recipe}, the presets that are applied if the flag is given without --recipe
+    recipes   {name: Recipe}, the presets of --recipe
     inputs    {flag: kind of input, such as "model"} for each flag that names a file, a folder or a model
     groups    {section of --help: argparse group}
     """
 
     def __init__(self, doc):
-        self.recipes, self.implied, self.inputs, self.groups = {}, {}, {}, {}
+        self.recipes, self.inputs, self.groups = {}, {}, {}
         formatter = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
         super().__init__(usage="%(prog)s [flags]", description=doc, formatter_class=formatter)
         self.groups = {name: self.add_argument_group(name) for name in GROUPS}
@@ -155,9 +154,9 @@ class ScriptParser(argparse.ArgumentParser):
             self.inputs[flag.dest] = reads
         return flag
 
-    def add_recipes(self, recipes, implied=()):
-        """Add --recipe with its presets. recipes and implied: see the attributes of ScriptParser."""
-        self.recipes, self.implied = recipes | dict(implied), implied
+    def add_recipes(self, recipes):
+        """Add --recipe with its presets, {name: Recipe}."""
+        self.recipes = recipes
         presets = ", ".join(f"{name} ({recipe.source})" for name, recipe in recipes.items())
         self.add_argument("--recipe", choices=[*recipes], group="training",
                           help="preset values for several flags; flags on the command line override them; "
@@ -194,9 +193,8 @@ class ScriptParser(argparse.ArgumentParser):
             given = [*saved_command(parsed.out), *given]       # flags given now override those of the run
             args = [*given, "--out", parsed.out]               # override the old name of a moved folder
             parsed = super().parse_args(args, namespace)
-        implied = (name for name in self.implied if getattr(parsed, name))
-        if name := getattr(parsed, "recipe", None) or next(implied, None):
-            self.set_defaults(**self.recipes[name].flags | {"recipe": name})
+        if name := getattr(parsed, "recipe", None):
+            self.set_defaults(**self.recipes[name].flags)
         parsed = super().parse_args(args, namespace)
         parsed.command, parsed.inputs = given, self.inputs
         # argparse sets no default for an attribute that exists, so a flag that is not given stays None

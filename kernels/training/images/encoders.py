@@ -100,10 +100,6 @@ class ImageEncoder(nn.Module):
         """Return the head's output (n, D) float32 for views (n, 3, S, S) in [0, 1]. With --chunk-size, views
         are encoded in chunks (GradCache); a batch norm then uses the statistics of one chunk at a time."""
         chunks = views.split(self.chunk_size or len(views))
-        has_norm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self.head.modules())
-        if self.chunk_size and self.training and has_norm and len(chunks[-1]) == 1:
-            fail(f"--chunk-size {self.chunk_size}: the last chunk of {len(views)} views has 1 view, but the "
-                 "batch norms of the head need at least 2; choose another size")
         module = self if self.chunk_size else None
         return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
@@ -116,10 +112,6 @@ class ImageEncoder(nn.Module):
         self.train(training)
         return torch.cat(parts)
 
-    def restore(self, folder):
-        """Load the weights of encoder and head from an output folder."""
-        self.encoder.load_state_dict(load_file(folder / "model.safetensors"))
-        self.head.load_state_dict(load_file(folder / HEAD))
 
 HEAD = "head.safetensors"                                      # file next to the encoder's weights
 

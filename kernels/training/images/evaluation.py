@@ -19,9 +19,7 @@ def evaluate_before(model, images, run):
     """Print the model's kNN accuracy before the first step. A resumed run prints the saved accuracy."""
     if images.test:
         if run.step == 0:
-            began = run.clock.seconds()
             run.log_initial_scores({"knn": evaluate_knn(model, images, run.impl)})
-            run.clock.count_pause(began)
         log("before", f"kNN {run.extra_state['before']['knn']:.2f} % (k = {neighbours(images)})")
 
 
@@ -41,9 +39,8 @@ def probe_text(model, images, args):
 
 
 def finish(model, images, run, linear_probe):
-    """End a run: load the saved model, and print its scores and a line of Python that loads it. linear_probe:
-    the script's function that trains a linear probe on the model's features and returns its accuracy."""
-    model.restore(run.out)
+    """End a run: print the scores of the saved model, and a line of Python that loads it. linear_probe: the
+    script's function that trains a linear probe on the model's features and returns its accuracy."""
     scores, best = "", run.extra_state["saved"]
     if images.test:
         scores = f"kNN {run.extra_state['before']['knn']:.2f} → {best['knn']:.2f} %, "

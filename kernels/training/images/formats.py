@@ -1,15 +1,13 @@
-"""Read data sets of images: arrays, CIFAR's python batches, folders of image files, or tables that list image
-files. Code inside a file is never run."""
+"""Read data sets of images: arrays, CIFAR's python batches, or folders of image files. Code inside a file is
+never run."""
 import contextlib
 import os
 import pickle
 from pathlib import Path
-from unicodedata import normalize
 
 import numpy as np
 import torch
 
-from ..data import read_table
 from ..errors import UserError, fail, is_out_of_memory, total_memory
 from ..out import names_below
 from .loading import ImageArrays, ImageFiles
@@ -39,11 +37,8 @@ def read_images(path, workers=None, skip=False):
         if path.suffix == ".npz":
             with np.load(path) as arrays:
                 return read_arrays(path, dict(arrays))
-        if path.suffix in (".tsv", ".csv"):
-            return ImageFiles(path, *list_table(path), workers, skip), None
         path.stat()                                            # raises OSError if the path does not exist
-        fail(f"{path}: expected a folder of images, CIFAR's python batches, .npz, .npy, or a .tsv or .csv "
-             "that lists image files")
+        fail(f"{path}: expected a folder of images, CIFAR's python batches, .npz or .npy")
 
 
 @contextlib.contextmanager
@@ -128,7 +123,7 @@ class BatchUnpickler(pickle.Unpickler):
 
 
 def list_folder(path):
-    """Return (folder, names of the image files below it, their labels or None). A label is the name of the
+    """Return (names of the image files below a folder, their labels or None). A label is the name of the
     folder directly below `path` that contains the file. Files and folders named .* are left out."""
     names = [name for name in names_below(path) if name.lower().endswith(EXTENSIONS)]
     if not names:
@@ -141,25 +136,4 @@ def list_folder(path):
     if classes and {*map(str.lower, classes)} <= SPLITS:
         fail(f"{path}: its sub-folders {', '.join(classes)} look like splits, not classes; give "
              f"--data {path / classes[0]}, and another one as --dev")
-    return path, names, labels if classes else None
-
-
-def list_table(path):
-    """Return (folder, names of image files, their labels or None) from a table with the columns file and
-    label, or only file. The names are relative to the table's folder."""
-    def check(cells):
-        if len(cells) > 2 or not all(map(str.strip, cells)):
-            return "expected a file name and a label, or a file name alone"
-
-    header, table = read_table(path, check, names=("file",))
-    names = [name.lower() for name in header or []]
-    file = names.index("file") if "file" in names else 0
-    rows = [[cell.strip() for cell in cells] for _, cells in table]
-    labels = [cells[1 - file] for cells in rows] if len(rows[0]) == 2 else None
-    return path.parent, [find_name(path.parent, cells[file]) for cells in rows], labels
-
-
-def find_name(folder, name):
-    """Return the name of a file in a folder. An é in it may be one character (NFC) or two (NFD)."""
-    spellings = [name] if name.isascii() else [name, normalize("NFC", name), normalize("NFD", name)]
-    return next((spelling for spelling in spellings if (folder / spelling).exists()), name)
+    return names, labels if classes else None

@@ -99,16 +99,15 @@ class ImageArrays(ImageSource):
 class ImageFiles(ImageSource):
     """Image files of any size. Worker processes decode a file each time it is used.
 
-    path      path of the data set, for messages
     folder    folder to which `paths`, the paths of the files, are relative
     labels    class name of each file, or None
     workers   number of worker processes; 0: decode in this process
     skip      True: decode all files now, and remove damaged files. False: fail when a damaged file is used
     """
 
-    def __init__(self, path, folder, paths, labels, workers, skip):
+    def __init__(self, folder, paths, labels, workers, skip):
         if importlib.util.find_spec("PIL") is None:
-            fail(f"{path}: reading image files needs the package Pillow; run pip install Pillow")
+            fail(f"{folder}: reading image files needs the package Pillow; run pip install Pillow")
         labels = labels and [normalize("NFC", name) for name in labels]
         numbers = {name: number for number, name in enumerate(sorted({*(labels or ())}))}
         labels = torch.tensor([numbers[name] for name in labels]) if labels else None
@@ -116,7 +115,7 @@ class ImageFiles(ImageSource):
         self.paths = np.array([*map(os.fsencode, paths)])      # an array takes less memory than a list
         self.folder, self.workers = folder, workers if CAN_FORK else 0
         if skip:
-            self.skip_damaged(path)
+            self.skip_damaged()
 
     def path(self, row):
         """Return the path of the image file with this row number."""
@@ -136,17 +135,17 @@ class ImageFiles(ImageSource):
     def to_device(self, device):
         """Do nothing: files are decoded on the CPU."""
 
-    def skip_damaged(self, path):
+    def skip_damaged(self):
         """Decode all files once, remove the damaged ones, and print their names."""
         paths = ((self.path(row),) for row in range(len(self)))
         found = progress(parallel_map(find_damage, paths, self.workers), "checking images", total=len(self))
         damaged = {row: reason for row, reason in enumerate(found) if reason}
         if damaged:
-            log("skipped", f"{path}: {len(damaged):,} of {len(self):,} images cannot be read: "
+            log("skipped", f"{self.folder}: {len(damaged):,} of {len(self):,} images cannot be read: "
                            f"{'; '.join([*damaged.values()][:100])}")
             self.keep_only(np.setdiff1d(self.kept, [*damaged]))
         if not len(self):
-            fail(f"{path}: no image can be read")
+            fail(f"{self.folder}: no image can be read")
 
     def load_views(self, batches, cutter, device):
         """Yield the views of each batch, as ImageArrays.load_views does. Each worker decodes one part of a

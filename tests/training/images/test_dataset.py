@@ -86,10 +86,6 @@ def test_spellings_and_links(tmp_path):
     os.symlink(tmp_path / "train", tmp_path / "train" / "tea" / "again")
     images = make_dataset(tmp_path / "train", dev=tmp_path / "dev")
     assert images.train.labels.tolist() == [0, 1] == images.test.labels.tolist()
-    write(tmp_path / "cafe\u0301.png", IMAGES[0])
-    (tmp_path / "a.tsv").write_text("picture\tdrink\ncaf\u00e9.png\tcaf\u00e9\ndev/tea/0.png\ttea\n")
-    images = make_dataset(tmp_path / "a.tsv", image_size=8)
-    assert len(images) == 2 and len([*images.views(images.train, [(0, [0, 1])])]) == 1
 
 
 def test_neighbours_are_at_most_the_smallest_class():

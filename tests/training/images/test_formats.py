@@ -75,18 +75,6 @@ def test_folders(tmp_path):
     assert found.names == {0: "b", 1: "c"} and test is None
 
 
-@pytest.mark.parametrize("name, text, labels", [
-    ("labels.tsv", "sub/b.png\t10\na.png\t9\nsub/c.png\t10\n", [0, 1, 0]),    # text: "10" < "9"
-    ("labels.csv", "label,file\n1,sub/b.png\n 2 , a.png\n 1,sub/c.png\n", [0, 1, 0])])
-def test_tables_of_files(name, text, labels, tmp_path):
-    """File names are relative to the table's folder. A header names columns. Cells lose outer spaces."""
-    for i, image in enumerate(("a.png", "sub/b.png", "sub/c.png")):
-        write(tmp_path / image, PIXELS[i])
-    found, _ = read_images(write(tmp_path / name, text.encode()), workers=0)
-    assert np.array_equal(pixels(found), PIXELS[[1, 0, 2]])
-    assert found.labels.tolist() == labels
-
-
 @pytest.mark.parametrize("files, expected", [
     ({"x.npz": dict(images=PIXELS / 255)}, "x.npz: images are float64 .*, expected uint8 .*"),
     ({"x.npz": dict(a=PIXELS)}, r"x.npz: contains a; expected images, and optionally labels, .*"),
