@@ -1,10 +1,6 @@
 """Evaluate sentence encoders on scored sentence pairs and labelled texts, and select the best checkpoint."""
-import os
-from pathlib import Path
-
 import numpy as np
 
-from ..data import READERS
 from ..errors import fail, log
 from ..run import Run
 from .checkpoint import load_hint, save
@@ -19,16 +15,14 @@ class Evaluator:
     def __init__(self, args):
         self.args, self.collapsed = args, False
         self.dev = load_sts(args.dev, args.dev_columns) if args.dev else []
-        self.tests = {path: load_sts(path, args.dev_columns) for path in expand_folders(args.test, "--test")}
+        self.tests = {path: load_sts(path, args.dev_columns) for path in args.test}
         if args.evaluate and not (self.dev or self.tests):
             fail("--evaluate: nothing to evaluate; give --dev or --test")
 
     def evaluate_before(self, model, run):
         """Score the model on --dev before the first step. Print the score, also when a run is resumed."""
         if self.dev and run.step == 0:
-            began = run.clock.seconds()
             run.log_initial_scores(evaluate(model, self.dev, self.args.impl))
-            run.clock.count_pause(began)
         if self.dev:
             log("before", f"dev Spearman {run.extra_state['before']['spearman']:.2f}")
 
@@ -59,32 +53,16 @@ class Evaluator:
 
     def print_test_scores(self, model):
         """Print the score of each file of --test, and the mean of the rounded scores, as papers do."""
-        scores = []
-        for score, text in self.score_pairs(model, self.tests):
-            log("test", f"{score:.2f}{text}")
-            scores.append(round(score, 2))
+        scores = [self.print_score("test", model, path, pairs) for path, pairs in self.tests.items()]
         if scores:
             log("test", f"{np.mean(scores):.2f}  mean")
 
-    def score_pairs(self, model, files):
-        """Yield (100 · Spearman's ρ, rest of the line to print) for each of `files`, {path: scored pairs}."""
-        for path, pairs in files.items():
-            scores = evaluate(model, pairs, self.args.impl)
-            more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
-            yield scores["spearman"], f"  {''.join(more)}{path}"
-
-
-def expand_folders(paths, flag):
-    """Return the paths, with each folder replaced by the data files in it."""
-    found = []
-    for path in map(str, paths):
-        names = map(str, sorted(Path(path).iterdir())) if os.path.isdir(path) else [path]
-        inside = [name for name in names if name == path
-                  or name.lower().removesuffix(".gz").endswith(tuple(READERS))]
-        if not inside:
-            fail(f"{flag} {path}: the folder has no file whose name ends in {', '.join(READERS)}")
-        found += inside
-    return found
+    def print_score(self, word, model, path, pairs):
+        """Print and return the model's score on the scored pairs of a file. The line begins with `word`."""
+        scores = evaluate(model, pairs, self.args.impl)
+        more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
+        log(word, f"{scores['spearman']:.2f}  {''.join(more)}{path}")
+        return round(scores["spearman"], 2)
 
 
 def evaluate_model(evaluator, script, pooling="cls"):
@@ -93,6 +71,5 @@ def evaluate_model(evaluator, script, pooling="cls"):
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     log("model", describe_model(model, args))
     if args.dev:
-        (score, text), = evaluator.score_pairs(model, {args.dev: evaluator.dev})
-        log("dev", f"{score:.2f}{text}")
+        evaluator.print_score("dev", model, args.dev, evaluator.dev)
     evaluator.print_test_scores(model)
