@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification
 
 from kernels import check_rows, checks
 
-from .. import out
 from ..data import (
     NUMBER,
     empty_cell,
@@ -27,16 +26,15 @@ from ..data import (
 )
 from ..errors import fail, log
 from ..flags import check_batch_size
-from ..out import atomic_output, save_tokenizer
 from ..progress import progress
 from ..run import Run
+from .checkpoint import save_transformer
 from .models import load_text_model, longest_input
-from .sts import spearman
+from .sts import pearson, spearman
 from .tokens import count_characters, text_batches
 
 INTEGER = r"-?\d{1,18}"
 LOAD = 'pipeline("text-classification", "{}")'                  # how a user loads the saved folder
-METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spearman", "pearson")}
 
 
 def classifier_flags(parser):
@@ -45,10 +43,8 @@ def classifier_flags(parser):
     add("--text-columns", group="data", nargs="+",
         help="1 or 2 text columns; default: sentence, or sentence1 and sentence2, or else all but the label")
     add("--label-column", group="data", help="column of labels; default: label or score, or else the last")
-    add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
-    add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
-        help="dev score to print at the end; f1 is the F1 score of label 1 if labels are 0 and 1, else "
-             "macro F1; default accuracy, or spearman in regression")
+    add("--task", group="data", choices=("classification", "regression"),
+        help="type of task; default inferred from the labels")
     parser.set_defaults(labels=None)                           # load_rows sets labels to the class names
 
 
@@ -79,7 +75,7 @@ def load_rows(path, args):
 
 
 def infer_task(counts, path, args):
-    """Set args.task, args.labels and args.metric from `counts`, {training label: number of its rows}.
+    """Set args.task and args.labels from `counts`, {training label: number of its rows}.
 
     Without --task, the task is regression if all labels are numbers and at least one has a decimal point.
     args.labels becomes the sorted class names, or [] in regression.
@@ -92,9 +88,6 @@ def infer_task(counts, path, args):
     if args.task == "classification":
         by_value = all(re.fullmatch(INTEGER, label) for label in counts)
         args.labels = sorted(counts, key=(lambda label: (int(label), label)) if by_value else None)
-    args.metric = args.metric or METRICS[args.task][0]
-    if args.metric not in METRICS[args.task]:
-        fail(f"--metric {args.metric}: the task is {args.task}, expected {', '.join(METRICS[args.task])}")
     if len(counts) == 1:
         fail(f"{path}: every label is {min(counts)!r}; expected at least two different labels")
     check_batch_size(counts.total(), path, args.batch_size, least=1)
@@ -152,12 +145,12 @@ def read_table_with_names(path, names):
 def load_model(args, run):
     """Load --model and its tokenizer. Keep a trained head that has as many outputs, else make a new head."""
     torch.manual_seed(args.seed)                               # for the weights of a new head
-    head = dict(problem_type="regression", num_labels=1)
+    config = dict(problem_type="regression", num_labels=1)
     if args.labels:
-        head = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
-                    label2id={label: i for i, label in enumerate(args.labels)})
+        config = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
+                      label2id={label: i for i, label in enumerate(args.labels)})
     auto = AutoModelForSequenceClassification
-    model, tokenizer = load_text_model(args.model, iter_texts(args.data), auto, **head)
+    model, tokenizer = load_text_model(args.model, iter_texts(args.data), auto, **config)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     longest = longest_input(model.base_model, tokenizer)
@@ -182,7 +175,6 @@ def tokenise_texts(rows, model, max_length, training=False):
         done += [({name: np.array(encoded[name][i], np.int32) for name in names}, label)
                  for i, label in enumerate(labels)]
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        del encoded                            # frees memory before the next part is tokenised
     if training:
         log("data", f"{cut:,} of {len(rows):,} training rows truncated to {max_length} tokens")
     return done
@@ -254,22 +246,14 @@ def evaluate(model, rows, args):
         scores = classification_metrics(truth, logits.argmax(1).numpy(), args.labels)
     else:
         predicted = logits[:, 0].double().numpy()
-        constant = min(np.ptp(truth), np.ptp(predicted)) == 0
-        scores = {"spearman": spearman(truth, predicted),
-                  "pearson": 0.0 if constant else np.corrcoef(truth, predicted)[0, 1]}
+        scores = {"spearman": spearman(truth, predicted), "pearson": pearson(truth, predicted)}
     return {metric: 100 * float(score) for metric, score in scores.items()}
 
 
 def describe_scores(scores, labels=()):
-    """Return the scores of a run as text, such as "accuracy 12.50, macro f1 2.78"."""
-    return ", ".join(f"{metric_name(metric, labels)} {score:.2f}" for metric, score in scores.items())
-
-
-def metric_name(metric, labels=()):
-    """Return the name to print for a metric: for f1, "f1 of label 1" or "macro f1"."""
-    if metric != "f1":
-        return metric
-    return "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"
+    """Return scores as text, such as "accuracy 12.50, macro f1 2.78"."""
+    names = {"f1": "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"}
+    return ", ".join(f"{names.get(metric, metric)} {score:.2f}" for metric, score in scores.items())
 
 
 def evaluate_and_save(model, rows, args, run):
@@ -278,21 +262,16 @@ def evaluate_and_save(model, rows, args, run):
     run.should_save(scores)                                    # only records the scores: every model is saved
     if scores:
         log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
-    if run.rank == 0:
-        with atomic_output(run) as aside:
-            model.save_pretrained(aside)
-            save_tokenizer(model.tokenizer, aside)
-            text = f"{args.task.capitalize()} of text. A pair is {{\"text\": ..., \"text_pair\": ...}}."
-            out.write_card(aside, run, "text-classification", ["transformers"], text,
-                           LOAD.format(args.out))
+    text = f"{args.task.capitalize()} of text. A pair is {{\"text\": ..., \"text_pair\": ...}}."
+    save_transformer(run, model, model.tokenizer, "text-classification", text, LOAD.format(args.out))
 
 
 def finish_run(run, args):
-    """End the run: print the number of skipped steps, the saved model's score, and how to load this model."""
-    scores, skipped = run.extra_state["saved"], run.extra_state["skipped"]
-    name = metric_name(args.metric, args.labels)
-    score = f"{name} {scores[args.metric]:.2f} on --dev, " if args.dev else ""
-    run.finish(score + (f"{skipped} steps skipped, " if skipped else ""))
+    """End the run. Print the scores, the number of skipped steps, and the code that loads the saved model."""
+    scores, skipped = dict(run.extra_state["saved"]), run.extra_state["skipped"]
+    scores.pop("step")
+    shown = f"{describe_scores(scores, args.labels)} on --dev, " if scores else ""
+    run.finish(shown + (f"{skipped} steps skipped, " if skipped else ""))
     log("load", LOAD.format(args.out))
 
 
