@@ -47,7 +47,7 @@ class SavedSettings:
     all_prompts: dict = field(default_factory=dict)
 
 
-def read_saved_settings(name, flag="--model"):
+def read_saved_settings(name, flag):
     """Read the SavedSettings of a model in a folder or on the hub. Return None if the model has no
     modules.json and is not one of the released supervised SimCSE models."""
     with loading(f"{flag} {name}: its modules.json, or a folder listed in it"):
@@ -65,11 +65,9 @@ def read_modules(name, modules):
         kind, path = module["type"].rpartition(".")[2], module["path"]
         settings = read_json(name, f"{path}/config.json") if path else {}
         if kind == "Transformer":
-            prefix = f"{path}/" if path else ""
+            settings = read_json(name, Path(path, "sentence_bert_config.json").as_posix())
             saved.subfolder = path
-            settings = read_json(name, f"{prefix}sentence_bert_config.json")
-            length = settings.get("max_seq_length")
-            saved.max_length = max(3, int(length)) if length else math.inf
+            saved.max_length = settings.get("max_seq_length") or math.inf
             saved.lower_case = bool(settings.get("do_lower_case"))
         elif kind == "WeightedLayerPooling":
             saved.pooling = read_layer_pooling(name, path, settings)
@@ -95,13 +93,13 @@ def read_modules(name, modules):
 
 def read_pooling(path, settings):
     """Return the value of --pooling for the settings of a Pooling module of sentence-transformers."""
-    found = settings.get("pooling_mode") or [POOLING_FLAGS.get(flag, flag) for flag, on in settings.items()
-                                             if flag.startswith("pooling_mode_") and on]
-    found = [found] if isinstance(found, str) else found or ["mean"]
-    if len(found) > 1 or found[0] not in POOLING_NAMES or not settings.get("include_prompt", True):
-        raise ValueError(f"{path}: pooling {' and '.join(found)}, expected one of "
-                         f"{', '.join(POOLING_NAMES)}, with include_prompt true")
-    return POOLING_NAMES[found[0]]
+    flags = [flag for flag, on in settings.items() if flag.startswith("pooling_mode_") and on]
+    found = settings.get("pooling_mode") or [POOLING_FLAGS.get(flag, flag) for flag in flags] or "mean"
+    mode = found if isinstance(found, str) else " and ".join(found)
+    if mode not in POOLING_NAMES or not settings.get("include_prompt", True):
+        raise ValueError(f"{path}: pooling {mode}, expected one of {', '.join(POOLING_NAMES)}, with "
+                         "include_prompt true")
+    return POOLING_NAMES[mode]
 
 
 def read_layer_pooling(name, path, settings):
@@ -145,10 +143,8 @@ def save(model, run):
     encoder, width = model.encoder, model.encoder.config.hidden_size
     head = list(model.head) if model.keep_head else []
     weights = encoder.state_dict()
-    if model.has_pooler:
-        weights |= pooler_weights(model)
-    if head_fits_pooler(model):        # then pooler_output in transformers is the output of the head
-        weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
+    if hasattr(encoder, "pooler"):
+        weights |= pooler_weights(model, head)
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside, state_dict=weights)
         model.tokenizer.padding_side = "right"                 # SentenceEncoder.batch pads there
@@ -202,21 +198,23 @@ def modules_after_encoder(model, head):
 def prompts_to_save(model):
     """Return {"prompts": {name: text}, "default_prompt_name": name or None} for sentence-transformers. Like
     our embed_texts, sentence-transformers' encode() puts the default prompt before each text."""
-    prompts = dict(query=model.prompts[0], document=model.prompts[min(1, len(model.prompts) - 1)])
-    prompts = model.all_prompts | (prompts if any(model.prompts) else {})
-    if len(model.prompts) > 2:
-        prompts["negative"] = model.prompts[2]
-    if model.default_prompt not in ("", *prompts.values()):
-        prompts["default"] = model.default_prompt
+    prompts = dict(model.all_prompts)
+    if any(model.prompts):
+        prompts |= dict(query=model.prompts[0], document=model.prompts[:2][-1])
     default = next((name for name, prompt in prompts.items() if prompt == model.default_prompt != ""), None)
     return dict(prompts=prompts, default_prompt_name=default)
 
 
-def pooler_weights(model):
-    """Return {name: tensor} of the pretrained pooler or, if there is none, of a new pooler. Embeddings do not
-    need a pooler, but transformers reports missing weights when it loads a folder without one."""
+def pooler_weights(model, head):
+    """Return {name: tensor} of a pooler to save. Embeddings do not need a pooler, but transformers reports
+    missing weights when it loads a folder without one.
+
+    If the head has the form of BERT's pooler ([CLS], a square linear layer, tanh), the saved pooler is the
+    head. Then pooler_output in transformers is our embedding. Else the saved pooler is the pretrained one or,
+    if there is none, a new one.
+    """
     pooler, = model.pretrained_pooler
-    if pooler is None or not any(True for _ in pooler.parameters()):
+    if pooler is None or not [*pooler.parameters()]:
         with torch.device("meta"):
             pooler = type(model.encoder)(model.encoder.config).pooler
         if pooler is None:
@@ -225,14 +223,11 @@ def pooler_weights(model):
         with torch.random.fork_rng(devices=[]):                # keeps the run's random state unchanged
             torch.manual_seed(0)
             pooler.apply(model.encoder._init_weights)
-    return {f"pooler.{name}": tensor for name, tensor in pooler.state_dict().items()}
-
-
-def head_fits_pooler(model):
-    """Return whether the head can be saved as the pooler: a square linear layer, then tanh, on [CLS]."""
-    head = model.head if model.keep_head and model.has_pooler else []
-    return len(head) == 2 and isinstance(head[1], torch.nn.Tanh) and model.pooling == "cls" and (
-        head[0].bias is not None and head[0].in_features == head[0].out_features)
+    weights = {f"pooler.{name}": tensor for name, tensor in pooler.state_dict().items()}
+    is_similar = len(head) == 2 and isinstance(head[1], torch.nn.Tanh) and head[0].bias is not None
+    if is_similar and model.pooling == "cls" and head[0].in_features == head[0].out_features:
+        weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
+    return weights
 
 
 def load_hint(model, run):
