@@ -13,7 +13,7 @@ from ..data import iter_texts
 from ..errors import fail
 from ..progress import progress
 from .checkpoint import SavedSettings, read_saved_settings
-from .models import has_decoder, load_text_model, longest_input
+from .models import load_text_model, longest_input
 from .tokens import group_by_length, pad, restore_order, tokenise
 
 
@@ -170,8 +170,10 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     encoder = lm.base_model
     if encoder.config.is_encoder_decoder:
         fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")
-    if lm is not encoder and not (has_decoder(lm) and tokenizer.mask_token_id is not None):
-        fail(f"{source}: {type(lm).__name__} is not a masked language model like BERT or DistilBERT")
+    if lm is not encoder:
+        has_decoder = isinstance(lm.get_output_embeddings(), torch.nn.Linear)
+        if not has_decoder or tokenizer.mask_token_id is None:
+            fail(f"{source}: {type(lm).__name__} is not a masked language model like BERT or DistilBERT")
     pooling = choose_pooling(encoder, saved, args, pooling)
     model = SentenceEncoder(encoder, tokenizer, run, pooling, saved)
     set_head(model, saved, args, head)

@@ -19,13 +19,14 @@ def mask_tokens(ids, maskable, tokenizer):
 def encoder_and_mlm_states(lm, encoder, ids, mask, chosen):
     """Run a masked language model (LM) without its decoder, which is the output layer over the vocabulary.
 
-    returns     [hidden states (n, L, H) of the encoder, inputs (C, H) of the decoder for the C chosen tokens]
+    returns     [last hidden states (n, L, H) of the encoder, hidden states of all layers or None, inputs
+                (C, H) of the decoder for the C chosen tokens]
     """
     found = []
 
     def keep_chosen(_, __, output):            # the MLM head gets the chosen tokens only
-        found.append(output.last_hidden_state)
-        output.last_hidden_state = found[0][chosen][None]
+        found.extend([output.last_hidden_state, output.hidden_states])
+        output.last_hidden_state = output.last_hidden_state[chosen][None]
         return output
 
     def skip_decoder(_, inputs):               # the decoder runs on 0 tokens
@@ -82,16 +83,11 @@ def embed_masked(model, group, impl, protected=None):
     if protected is not None:
         maskable &= ~protected(ids)
     masked, chosen = mask_tokens(ids, maskable, model.tokenizer)
-    z = []
-
-    def pool(_, __, output):
-        z.append(model.pool_states(output.last_hidden_state, mask, output.hidden_states))
-
-    with (torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16),
-          model.encoder.register_forward_hook(pool)):
-        _, states = encoder_and_mlm_states(model.lm, model.encoder, masked, mask, chosen)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+        hidden, layers, states = encoder_and_mlm_states(model.lm, model.encoder, masked, mask, chosen)
+        z = model.pool_states(hidden, mask, layers)
         mean = decoder_loss(states.float(), model.lm.get_output_embeddings(), ids[chosen], impl=impl)
-    return z[0], torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
+    return z, torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
 
 
 def share_of_mean(sums):

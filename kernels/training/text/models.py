@@ -83,12 +83,3 @@ def longest_input(model, tokenizer):
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1
     positions = getattr(model.config, "max_position_embeddings", -1)   # -1: no limit, as for XLNet and T5
     return min(tokenizer.model_max_length, positions - reserved if positions > 0 else math.inf)
-
-
-def has_decoder(lm):
-    """Return whether a model is a masked LM whose last layer is linear and reads one state per token.
-
-    MobileBERT does not qualify, because its last layer multiplies by two matrices.
-    """
-    other = lm.config.is_encoder_decoder or lm.config.model_type == "mobilebert"
-    return isinstance(lm.get_output_embeddings(), torch.nn.Linear) and not other
