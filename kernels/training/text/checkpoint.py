@@ -70,7 +70,7 @@ def read_modules(name, modules):
             saved.max_length = settings.get("max_seq_length") or math.inf
             saved.lower_case = bool(settings.get("do_lower_case"))
         elif kind == "WeightedLayerPooling":
-            saved.pooling = read_layer_pooling(name, path, settings)
+            saved.pooling = read_layer_pooling(name, path, settings["layer_start"])
         elif kind == "Pooling":
             if saved.pooling not in AVERAGED_LAYERS:        # avg_top2 and avg_first_last include mean pooling
                 saved.pooling = read_pooling(path, settings)
@@ -102,13 +102,11 @@ def read_pooling(path, settings):
     return POOLING_NAMES[mode]
 
 
-def read_layer_pooling(name, path, settings):
+def read_layer_pooling(name, path, first_layer):
     """Return the value of --pooling for a WeightedLayerPooling module: avg_top2 or avg_first_last."""
     weights = load_file(find_file(name, f"{path}/model.safetensors"))["layer_weights"]
-    found = torch.zeros(settings["num_hidden_layers"] + 1)
-    found[settings["layer_start"] :] = weights
     for pooling, layers in AVERAGED_LAYERS.items():
-        if torch.equal(found, layer_weights(layers, len(found)) * found.max()):
+        if first_layer == 0 and torch.equal(weights, layer_weights(layers, len(weights))):
             return pooling
     raise ValueError(f"{path}: expected the layer_weights of {' or '.join(AVERAGED_LAYERS)}")
 

@@ -31,7 +31,6 @@ from ..run import Run
 from .checkpoint import save_transformer
 from .models import load_text_model, longest_input
 from .sts import pearson, spearman
-from .tokens import count_characters, text_batches
 
 INTEGER = r"-?\d{1,18}"
 LOAD = 'pipeline("text-classification", "{}")'                  # how a user loads the saved folder
@@ -94,15 +93,11 @@ def infer_task(counts, path, args):
 
 
 def find_columns(path, args):
-    """Return (table, indices of the text columns, index of the label column) of a file.
-
-    Without --label-column, the column of labels is named label or score, or is the last column. Without
-    --text-columns, columns of texts are named sentence, sentence1 or sentence2, or are all other columns. The
-    names are stored in args, so that files read later, such as --dev, must have these columns.
-    """
+    """Return (table, indices of the text columns, index of the label column) of a file. Store the names of
+    these columns in args, so that files read later, such as --dev, must have these columns."""
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
     header, table, has_header = read_table_with_names(path, asked)
-    if not (has_header or args.label_column) and table.kind in (".csv", ".tsv"):
+    if not (has_header or args.label_column):
         header = find_label_header(table, args) or header
     names = [normalise_name(name) for name in header]
     usual = next((name for name in ("label", "score") if name in names), names[-1])
@@ -168,13 +163,10 @@ def tokenise_texts(rows, model, max_length, training=False):
     done, cut = [], 0
     accepted = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in accepted]
-    bar = progress(rows, "tokenising", " rows")
-    for part in text_batches(bar, lambda row: count_characters(row[0])):
-        texts, labels = zip(*part)
-        encoded = model.tokenizer(*map(list, zip(*texts)), truncation=True, max_length=max_length)
-        done += [({name: np.array(encoded[name][i], np.int32) for name in names}, label)
-                 for i, label in enumerate(labels)]
-        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    for texts, label in progress(rows, "tokenising", " rows"):
+        encoded = model.tokenizer(*texts, truncation=True, max_length=max_length)
+        done.append(({name: np.array(encoded[name], np.int32) for name in names}, label))
+        cut += bool(encoded.encodings[0].overflowing)
     if training:
         log("data", f"{cut:,} of {len(rows):,} training rows truncated to {max_length} tokens")
     return done
@@ -225,12 +217,13 @@ def forward_rows(model, rows, forward):
     """Run forward(model, inputs) on all rows in eval mode. Return the outputs on the CPU, in row order."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # reduces padding
-    starts = progress(range(0, len(rows), 128), "evaluating", " batches")
-    parts = ([rows[i] for i in order[start : start + 128]] for start in starts)
-    found = zip(*(forward(model, make_batch(part, model)[0]) for part in parts))
-    found = [torch.cat(x).cpu() for x in found]
+    found = []
+    for start in progress(range(0, len(rows), 128), "evaluating", " batches"):
+        inputs, _ = make_batch([rows[i] for i in order[start : start + 128]], model)
+        found.append(forward(model, inputs))
     model.train()
-    return [torch.empty_like(x).index_copy_(0, torch.tensor(order), x) for x in found]
+    place = torch.tensor(order).argsort()                      # place of each row in `order`
+    return [torch.cat(parts).cpu()[place] for parts in zip(*found)]
 
 
 def predict(model, rows):

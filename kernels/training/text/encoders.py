@@ -2,10 +2,8 @@
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED_LMS
 
 from kernels import embed_in_chunks
 
@@ -80,7 +78,7 @@ class SentenceEncoder(torch.nn.Module):
 
     def add_prompts(self, cells):
         """Return a row's texts, each after its column's prompt. Further columns use the last prompt."""
-        prompts = (self.prompts[min(i, len(self.prompts) - 1)] for i in range(len(cells)))
+        prompts = self.prompts + self.prompts[-1:] * len(cells)
         texts = [prompt + cell for prompt, cell in zip(prompts, cells)]
         return [*map(str.lower, texts)] if self.lower_case else texts
 
@@ -187,7 +185,7 @@ def choose_pooling(encoder, saved, args, default):
     """Return --pooling or, if it is not given, the saved pooling. Without saved settings, return "last" for a
     decoder and `default` for all other models."""
     kind = encoder.config.model_type
-    is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_decoder = kind in CAUSAL_LMS and kind not in MASKED_LMS
     if saved:
         default = saved.pooling
     elif is_decoder:

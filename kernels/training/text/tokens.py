@@ -15,27 +15,18 @@ NO_LIMIT = 2**31 - 1                           # a maximum length that means no 
 MAX_CHARS = 2**21                              # a tokenizer call needs about 100 bytes per character
 
 
-def text_batches(items, count=len):
-    """Divide items, in order, into lists for one tokenizer call each. A list of two or more items has at most
-    MAX_CHARS characters: a call with a million sentences would need tens of gigabytes.
-
-    count       function that returns the number of characters of an item
-    """
+def text_batches(texts):
+    """Divide texts, in order, into lists for one tokenizer call each. A list of two or more texts has at most
+    MAX_CHARS characters: a call with a million sentences would need tens of gigabytes."""
     part, size = [], 0
-    for item in items:
-        more = count(item)
-        if part and size + more > MAX_CHARS:
+    for text in texts:
+        if part and size + len(text) > MAX_CHARS:
             yield part
             part, size = [], 0
-        part.append(item)
-        size += more
+        part.append(text)
+        size += len(text)
     if part:
         yield part
-
-
-def count_characters(texts):
-    """Return the total number of characters of the texts."""
-    return sum(map(len, texts))
 
 
 def tokenise(sentences, tokenizer, max_length):
@@ -86,14 +77,14 @@ def write_tokens(table, model, max_length, folder):
     then for each sentence the position in `ids` where the sentence ends.
     """
     done = cut = unknown = 0
-    rows = (model.add_prompts(cells) for _, cells in table)
+    sentences = itertools.chain.from_iterable(model.add_prompts(cells) for _, cells in table)
     folder.mkdir(exist_ok=True)
     with open(folder / "ids", "wb") as ids, open(folder / "ends", "wb") as ends:
         ends.write(bytes(8))
-        for part in text_batches(rows, count_characters):
-            sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, max_length)
-            part_ends = done + np.cumsum([len(sentence) for sentence in sentences])
-            part_ids = np.concatenate(sentences)
+        for part in text_batches(sentences):
+            tokens, more = tokenise(part, model.tokenizer, max_length)
+            part_ends = done + np.cumsum([len(sentence) for sentence in tokens])
+            part_ids = np.concatenate(tokens)
             unknown += int((part_ids == model.tokenizer.unk_token_id).sum())
             ids.write(part_ids.tobytes())
             ends.write(part_ends.tobytes())
