@@ -26,7 +26,6 @@ AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0
 class SavedSettings:
     """The settings of a sentence encoder that its folder stores besides the weights.
 
-    subfolder       sub-folder that holds the transformer; "": the model folder itself
     pooling         one of the values of --pooling
     head            alternating linear layers and activations; "pooler": the encoder's pooler; None: no head
     normalise       whether embeddings are divided by their L2 norm at the end
@@ -36,7 +35,6 @@ class SavedSettings:
     default_prompt  prompt for texts that do not come from --data, such as those of --dev
     all_prompts     {name: prompt}, including prompts that no column uses
     """
-    subfolder: str = ""
     pooling: str = "avg"
     head: torch.nn.Sequential | str | None = None
     normalise: bool = False
@@ -65,8 +63,7 @@ def read_modules(name, modules):
         kind, path = module["type"].rpartition(".")[2], module["path"]
         settings = read_json(name, f"{path}/config.json") if path else {}
         if kind == "Transformer":
-            settings = read_json(name, Path(path, "sentence_bert_config.json").as_posix())
-            saved.subfolder = path
+            settings = read_json(name, "sentence_bert_config.json")
             saved.max_length = settings.get("max_seq_length") or math.inf
             saved.lower_case = bool(settings.get("do_lower_case"))
         elif kind == "WeightedLayerPooling":

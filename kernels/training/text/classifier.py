@@ -74,11 +74,8 @@ def load_rows(path, args):
 
 
 def infer_task(counts, path, args):
-    """Set args.task and args.labels from `counts`, {training label: number of its rows}.
-
-    Without --task, the task is regression if all labels are numbers and at least one has a decimal point.
-    args.labels becomes the sorted class names, or [] in regression.
-    """
+    """Set args.labels to the sorted class names in `counts`, {training label: number of its rows}; to [] in
+    regression. Without --task, the task is regression if all labels are numbers, some with a point."""
     if args.task is None:
         numbers = all(re.fullmatch(NUMBER, label) for label in counts)
         has_point = any("." in label for label in counts)

@@ -10,7 +10,7 @@ from kernels import embed_in_chunks
 from ..data import iter_texts
 from ..errors import fail
 from ..progress import progress
-from .checkpoint import SavedSettings, read_saved_settings
+from .checkpoint import AVERAGED_LAYERS, SavedSettings, read_saved_settings
 from .models import load_text_model, longest_input
 from .tokens import group_by_length, pad, restore_order, tokenise
 
@@ -27,11 +27,11 @@ def init_linear(linear, config):
 class SentenceEncoder(torch.nn.Module):
     """A transformer, the pooling of its token states, and a projection head.
 
-    encoder            the transformer; its pooler, which no pooling uses, is replaced by Identity
-    pretrained_pooler  (the encoder's own pooler or None,), for save(); the tuple hides it from parameters()
+    pretrained_pooler  (pooler of the encoder or None,). save() writes it. No pooling uses it, so Identity
+                       replaces it in the encoder, and the tuple keeps it out of parameters()
     pooling            a value of --pooling, whose help text explains the values
     head               module that is applied after pooling in training, or None
-    head_origin        "new head", "saved head", "pooler as head", or "" if there is no head
+    head_origin        "new head", "saved head" or "pooler as head"
     keep_head          whether the head is also applied at inference
     lm                 the masked language model around the encoder, or None
 
@@ -41,15 +41,16 @@ class SentenceEncoder(torch.nn.Module):
     def __init__(self, encoder, tokenizer, run, pooling="cls", saved=None):
         super().__init__()
         saved = saved or SavedSettings()
-        self.encoder, self.tokenizer, self.pooling = encoder, tokenizer, pooling
+        self.encoder, self.tokenizer = encoder, tokenizer
         self.pretrained_pooler = (getattr(encoder, "pooler", None),)
         if self.pretrained_pooler[0] is not None:
             encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
-        self.head, self.head_origin, self.keep_head, self.lm = None, "", False, None
+        self.pooling, self.lm = pooling, None
+        self.head, self.keep_head = None, False
         self.device, self.bf16 = run.device, run.bf16
         self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
         self.in_chunks = any(self.chunk_limits)
-        encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
+        encoder.config.output_hidden_states = pooling in AVERAGED_LAYERS
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # no KV cache
         self.max_length = min(saved.max_length, longest_input(encoder, tokenizer))
         self.normalise, self.lower_case = saved.normalise, saved.lower_case
@@ -104,10 +105,9 @@ class SentenceEncoder(torch.nn.Module):
 
         layers  the hidden states of all layers, which only avg_top2 and avg_first_last need
         """
-        if self.pooling == "avg_top2":
-            hidden = (hidden + layers[-2]) / 2
-        if self.pooling == "avg_first_last":   # layers[0] has the word embeddings
-            hidden = (hidden + layers[1]) / 2
+        if self.pooling in AVERAGED_LAYERS:
+            other, _ = AVERAGED_LAYERS[self.pooling]
+            hidden = (hidden + layers[other]) / 2
         if self.pooling.startswith("avg"):     # special tokens count, padding does not
             z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
         elif self.pooling == "last":           # the text's last token: padding is on the right
@@ -163,8 +163,8 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     source = f"{flag} {args.model}"
     if texts is None and not getattr(args, "evaluate", False):
         texts = iter_texts(args.data)
+    lm, tokenizer = load_text_model(args.model, texts, auto_class, flag)
     saved = read_saved_settings(args.model, flag) if args.model != "scratch" else None
-    lm, tokenizer = load_text_model(args.model, texts, auto_class, flag, saved.subfolder if saved else "")
     encoder = lm.base_model
     if encoder.config.is_encoder_decoder:
         fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")

@@ -13,7 +13,7 @@ class Evaluator:
     files are read and checked before the first step."""
 
     def __init__(self, args):
-        self.args, self.collapsed = args, False
+        self.args = args
         self.dev = load_sts(args.dev, args.dev_columns) if args.dev else []
         self.tests = {path: load_sts(path, args.dev_columns) for path in args.test}
         if args.evaluate and not (self.dev or self.tests):
@@ -29,8 +29,7 @@ class Evaluator:
     def evaluate_and_save(self, model, run):
         """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:    # 0 if all embeddings are equal
-            self.collapsed = True                              # print this note only once
+        if scores.get("uniformity", -1) > -1e-3:               # 0 if all embeddings are equal
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
         shown = f"{scores['spearman']:.2f}" if scores else ""
@@ -43,9 +42,6 @@ class Evaluator:
         self.print_test_scores(model)
         before, best = run.extra_state["before"], run.extra_state["saved"]
         rise = ""
-        if self.dev and best["spearman"] <= before["spearman"]:
-            log("note", f"no checkpoint scored higher on --dev than the model that training began with, "
-                        f"{run.args.model}; a lower --lr or more data may help")
         if self.dev:
             rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "
         run.finish(rise)

@@ -65,10 +65,9 @@ def untie_decoder(lm):
 def masked_lm_loss(model, batch, impl="auto", protected=None):
     """Mask tokens of a batch from SentenceEncoder.batch. Return this rank's part of the mean cross entropy of
     the chosen tokens of all ranks. embed_masked explains `protected`."""
-    def loss_sum(group):
-        return embed_masked(model, group, impl, protected)[1]
-
-    return share_of_mean(embed_in_chunks(loss_sum, batch, model.lm if model.in_chunks else None))
+    sums = embed_in_chunks(lambda group: embed_masked(model, group, impl, protected)[1], batch,
+                           model.lm if model.in_chunks else None)
+    return share_of_mean(sums)
 
 
 def embed_masked(model, group, impl, protected=None):

@@ -11,13 +11,12 @@ from ..errors import fail
 from ..pretrained import loading, read_config
 
 
-def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subfolder="", **config):
+def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", **config):
     """Load a model and its tokenizer from a folder or the hub. The name "scratch" makes a small random BERT.
 
     texts       texts that define the vocabulary of "scratch"; None: "scratch" is an error
     auto_class  class of transformers that loads the model, such as AutoModelForMaskedLM
     flag        name of the flag that selects the model, for messages
-    subfolder   folder of the model inside `name`
     config      further settings of the model's configuration
     returns     (model, tokenizer); model.missing names the weights that the checkpoint does not provide
     """
@@ -30,12 +29,13 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subf
         model = auto_class.from_config(BertConfig(vocab_size=len(tokenizer), **shape, **config))
         model.missing = []
         return model, tokenizer
-    config = read_config(source, name, subfolder, config, ", or take scratch" if texts is not None else "")
-    options = dict(subfolder=subfolder, trust_remote_code=False)
+    hint = ", or take scratch" if texts is not None else ""
+    config = read_config(source, name, overrides=config, hint=hint)
     with loading(source):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model, info = auto_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                                 ignore_mismatched_sizes=True, config=config, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = auto_class.from_pretrained(
+            name, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+            trust_remote_code=False)
         check_tokenizer(source, tokenizer, model)
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto_class is AutoModel and any("pooler" in part for part in model.missing):
