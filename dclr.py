@@ -134,7 +134,7 @@ def build_guide(args, run):
     such settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
     guide_args = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(guide_args, run, flag="--guide")
-    if guide.pooler is not None and read_saved_settings(args.guide, "--guide") is None:
+    if guide.pooler is not None and read_saved_settings(args.guide, "--guide").pooling is None:
         guide.head, guide.head_origin = guide.pooler, "pooler as head"
         guide.keep_head = True                                 # apply the pooler in eval mode, too
     log("guide", describe_model(guide, guide_args))

@@ -26,7 +26,7 @@ AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0
 class SavedSettings:
     """The settings of a sentence encoder that its folder stores besides the weights.
 
-    pooling         one of the values of --pooling
+    pooling         one of the values of --pooling; None: the folder does not say it
     head            alternating linear layers and activations; "pooler": the encoder's pooler; None: no head
     normalise       whether embeddings are divided by their L2 norm at the end
     max_length      number of tokens to which longer texts are truncated
@@ -35,7 +35,7 @@ class SavedSettings:
     default_prompt  prompt for texts that do not come from --data, such as those of --dev
     all_prompts     {name: prompt}, including prompts that no column uses
     """
-    pooling: str = "avg"
+    pooling: str | None = None
     head: torch.nn.Sequential | str | None = None
     normalise: bool = False
     max_length: float = math.inf
@@ -46,19 +46,19 @@ class SavedSettings:
 
 
 def read_saved_settings(name, flag):
-    """Read the SavedSettings of a model in a folder or on the hub. Return None if the model has no
-    modules.json and is not one of the released supervised SimCSE models."""
+    """Return the SavedSettings of a model in a folder or on the hub. They are the defaults if the model has
+    no modules.json and is not one of the released supervised SimCSE models."""
     with loading(f"{flag} {name}: its modules.json, or a folder listed in it"):
         if modules := read_json(name, "modules.json"):
             return read_modules(name, modules)
     if re.search("(?<!un)sup-simcse", Path(name).name):        # these models store their head as the pooler
         return SavedSettings(pooling="cls", head="pooler")
-    return None
+    return SavedSettings()
 
 
 def read_modules(name, modules):
     """Convert the contents of modules.json, and of the folders listed in it, to SavedSettings."""
-    saved, layers = SavedSettings(), []
+    saved, layers = SavedSettings(pooling="avg"), []
     for module in modules:
         kind, path = module["type"].rpartition(".")[2], module["path"]
         settings = read_json(name, f"{path}/config.json") if path else {}
@@ -201,12 +201,11 @@ def prompts_to_save(model):
 
 
 def pooler_weights(model, head):
-    """Return {name: tensor} of a pooler to save. Embeddings do not need a pooler, but transformers reports
-    missing weights when it loads a folder without one.
+    """Return {name: tensor} of the pretrained pooler or, if there is none, of a new pooler. Embeddings do not
+    need a pooler, but transformers reports missing weights when it loads a folder without one.
 
-    If the head has the form of BERT's pooler ([CLS], a square linear layer, tanh), the saved pooler is the
-    head. Then pooler_output in transformers is our embedding. Else the saved pooler is the pretrained one or,
-    if there is none, a new one.
+    If the head has the form of BERT's pooler ([CLS], a square linear layer, tanh), the head replaces the
+    pooler. Then pooler_output in transformers is our embedding.
     """
     pooler, = model.pretrained_pooler
     if pooler is None or not [*pooler.parameters()]:

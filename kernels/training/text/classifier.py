@@ -94,7 +94,7 @@ def find_columns(path, args):
     these columns in args, so that files read later, such as --dev, must have these columns."""
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
     header, table, has_header = read_table_with_names(path, asked)
-    if not (has_header or args.label_column):
+    if not (has_header or args.label_column) and table.kind in (".csv", ".tsv"):
         header = find_label_header(table, args) or header
     names = [normalise_name(name) for name in header]
     usual = next((name for name in ("label", "score") if name in names), names[-1])

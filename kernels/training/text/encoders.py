@@ -164,7 +164,7 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     if texts is None and not getattr(args, "evaluate", False):
         texts = iter_texts(args.data)
     lm, tokenizer = load_text_model(args.model, texts, auto_class, flag)
-    saved = read_saved_settings(args.model, flag) if args.model != "scratch" else None
+    saved = SavedSettings() if args.model == "scratch" else read_saved_settings(args.model, flag)
     encoder = lm.base_model
     if encoder.config.is_encoder_decoder:
         fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")
@@ -182,15 +182,11 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
 
 
 def choose_pooling(encoder, saved, args, default):
-    """Return --pooling or, if it is not given, the saved pooling. Without saved settings, return "last" for a
-    decoder and `default` for all other models."""
+    """Return --pooling or, if it is not given, the saved pooling. Without a saved pooling, return "last" for
+    a decoder and `default` for all other models."""
     kind = encoder.config.model_type
     is_decoder = kind in CAUSAL_LMS and kind not in MASKED_LMS
-    if saved:
-        default = saved.pooling
-    elif is_decoder:
-        default = "last"
-    pooling = getattr(args, "pooling", None) or default
+    pooling = getattr(args, "pooling", None) or saved.pooling or ("last" if is_decoder else default)
     if is_decoder and pooling.startswith("cls"):
         fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see the others; "
              "use last or avg")
@@ -207,7 +203,7 @@ def set_head(model, saved, args, default_use):
     if {"keep", "train-only"} <= asked or {"new", "pooler"} <= asked:
         fail(f"--head {' '.join(args.head)}: expected one of keep and train-only, and one of new and pooler")
     saved_head = None
-    if saved and saved.pooling == model.pooling and not asked & {"new", "pooler"}:
+    if saved.pooling == model.pooling and not asked & {"new", "pooler"}:
         saved_head = saved.head
     if saved_head is not None or model.pooling != "cls" or evaluating:
         default_use = None

@@ -51,8 +51,7 @@ def pearson(a, b):
 
 
 def spearman(a, b):
-    """Return Spearman's ρ of a and b: the Pearson correlation of their ranks. Equal values all get their mean
-    rank."""
+    """Return Spearman's ρ, the Pearson correlation of ranks. Equal values all get their mean rank."""
     ranks = []
     for x in (a, b):
         _, group, sizes = np.unique(x, return_inverse=True, return_counts=True)
