@@ -125,8 +125,7 @@ def read_dense(name, path, settings):
         weights = load_file(file)
     else:
         weights = torch.load(find_file(name, f"{path}/pytorch_model.bin"), "cpu", weights_only=True)
-    sizes = settings["in_features"], settings["out_features"]
-    linear = torch.nn.Linear(*sizes, bias=settings.get("bias", True))
+    linear = torch.nn.Linear(settings["in_features"], settings["out_features"], settings.get("bias", True))
     linear.load_state_dict({part.removeprefix("linear."): x.float() for part, x in weights.items()})
     return [linear, ACTIVATIONS[kind]()]
 

@@ -60,7 +60,8 @@ def load_rows(path, args):
     if args.labels is None:
         infer_task(counts, path, args)
     if args.task == "regression":
-        values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
+        values = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}
+        wanted = "a number"
     else:
         values = {normalize("NFC", answer): i for i, answer in enumerate(args.labels)}
         wanted = f"one of the labels of {args.data or args.model}: {', '.join(args.labels)}"[:300]
@@ -119,11 +120,12 @@ def find_label_header(table, args):
     """Return the names in the first row if it is a header, else None. It is one if its last cell is no label:
     no other row has it, while the labels of the other rows are known (args.labels), repeated, or numbers."""
     row, *rows = (cells for _, cells in table)
-    others = Counter(cells[-1].strip() for cells in rows)
-    known = set(args.labels or ())
-    are_labels = others.keys() <= known if known else all(
-        times > 1 or re.fullmatch(NUMBER, label) for label, times in others.items())
-    is_label = row[-1].strip() in {*others, *known} or re.fullmatch(NUMBER, row[-1].strip())
+    first, others = row[-1].strip(), Counter(cells[-1].strip() for cells in rows)
+    if args.labels:
+        are_labels = others.keys() <= set(args.labels)
+    else:
+        are_labels = all(times > 1 or re.fullmatch(NUMBER, label) for label, times in others.items())
+    is_label = first in {*others, *(args.labels or ())} or re.fullmatch(NUMBER, first)
     return table.set_header(row) if others and are_labels and not is_label else None
 
 
@@ -231,7 +233,8 @@ def predict(model, rows):
 def evaluate(model, rows, args):
     """Score a model on tokenised rows. Return {metric: 100 · score}: accuracy, F1 and Matthews correlation,
     or in regression Spearman and Pearson correlation."""
-    logits, truth = predict(model, rows), np.array([label for _, label in rows])
+    logits = predict(model, rows)
+    truth = np.array([label for _, label in rows])
     if args.task == "classification":
         scores = classification_metrics(truth, logits.argmax(1).numpy(), args.labels)
     else:

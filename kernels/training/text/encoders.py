@@ -31,7 +31,7 @@ class SentenceEncoder(torch.nn.Module):
                        replaces it in the encoder, and the tuple keeps it out of parameters()
     pooling            a value of --pooling, whose help text explains the values
     head               module that is applied after pooling in training, or None
-    head_origin        "new head", "saved head" or "pooler as head"
+    head_origin        "new head", "saved head", "pooler as head", or "" without a head
     keep_head          whether the head is also applied at inference
     lm                 the masked language model around the encoder, or None
 
@@ -47,6 +47,7 @@ class SentenceEncoder(torch.nn.Module):
             encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
         self.pooling, self.lm = pooling, None
         self.head, self.keep_head = None, False
+        self.head_origin = ""
         self.device, self.bf16 = run.device, run.bf16
         self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
         self.in_chunks = any(self.chunk_limits)

@@ -56,10 +56,9 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
 
 
 def untie_decoder(lm):
-    """Separate a masked LM's decoder weights from its word embeddings (SimCSE's code). Return the LM."""
+    """Separate a masked LM's decoder weights from its word embeddings (SimCSE's code)."""
     decoder = lm.get_output_embeddings()
     decoder.weight = torch.nn.Parameter(decoder.weight.detach().clone())
-    return lm
 
 
 def masked_lm_loss(model, batch, impl="auto", protected=None):

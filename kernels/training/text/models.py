@@ -40,6 +40,7 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", **co
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto_class is AutoModel and any("pooler" in part for part in model.missing):
         model.pooler = torch.nn.Identity()     # instead of a pooler with random weights
+    # a head may be missing, but not a weight of the encoder
     lost = [part for part in model.missing if "pooler" not in part
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
     if lost:

@@ -139,16 +139,13 @@ def group_by_length(lengths, device, max_rows=None, max_tokens=None):
 def cheapest_groups(lengths, cost):
     """Divide ascending lengths into groups [(start, end)] that minimise Σ (rows · longest + cost), by dynamic
     programming."""
-    best = {0: (0, 0)}                         # {n: (least cost of the first n rows, last group's start)}
+    best = {0: (0, [])}                        # {n: (least cost of the first n rows, groups of these rows)}
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
             longest = lengths[end - 1]
-            best[end] = min((best[start][0] + (end - start) * longest + cost, start) for start in best)
-    groups, end = [], len(lengths)
-    while end:
-        groups.append((best[end][1], end))
-        end = best[end][1]
-    return groups[::-1]
+            least, start = min((best[i][0] + (end - i) * longest + cost, i) for i in best)
+            best[end] = least, [*best[start][1], (start, end)]
+    return best[len(lengths)][1]
 
 
 def restore_order(x, batch):
