@@ -9,7 +9,7 @@ data are N texts x_n with labels y_n. p is --reserve-p. --mode none is plain Ada
                  the weights with the largest Fisher information  F_i = 1/N Σ_n (∂ log P(y_n | x_n) / ∂w_i)²
 
     python childtuning.py --model scratch --data tests/data/topics.tsv --dev tests/data/topics_dev.tsv
-    torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv --metric matthews
+    torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv
     python childtuning.py --evaluate --model out/childtuning --data cola_dev.tsv
 
 The paper trains each mode with ten seeds. These commands do the same; docs/results.md prints the means:

@@ -252,7 +252,7 @@ def encode(model, batch):
     vectors, logits, states = [], [], []
     for _, ids, mask, labels, targets in batch:
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
-            hidden, state = encoder_and_mlm_states(model.lm, model.encoder, ids, mask, targets != -100)
+            hidden, _, state = encoder_and_mlm_states(model.lm, model.encoder, ids, mask, targets != -100)
             vectors.append(model.pool_states(hidden, mask))
             logits.append(model.rtd(hidden[labels != -100]).float())
             states.append(state.float())

@@ -57,6 +57,7 @@ from kernels.training.flags import ScriptParser, at_least, check_batch_size, fil
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
+from kernels.training.text.checkpoint import read_saved_settings
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
 from kernels.training.text.mlm import masked_lm_loss, untie_decoder
@@ -120,8 +121,8 @@ def build_model(args, run):
     """Return the encoder with its pooling and head, and with a masked-LM decoder if --mlm-weight is not 0."""
     auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
     model = build_encoder(args, run, "cls", "train-only", auto)
-    if args.form == "code" and model.head_origin == "new" and model.pooler[0] is not None:
-        model.head = torch.nn.Sequential(*model.pooler[0], *model.head)    # pretrained pooler, then new layer
+    if args.form == "code" and model.head_origin == "new head" and model.pooler is not None:
+        model.head = torch.nn.Sequential(*model.pooler, *model.head)       # pretrained pooler, then new layer
     if model.lm is not None:
         untie_decoder(model.lm)
     log("model", describe_model(model, args))
@@ -133,8 +134,8 @@ def build_guide(args, run):
     such settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
     guide_args = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(guide_args, run, flag="--guide")
-    if guide.saved_settings is None and guide.pooler[0] is not None:
-        guide.head, guide.head_origin = guide.pooler[0], "pooler"
+    if guide.pooler is not None and read_saved_settings(args.guide, "--guide").pooling is None:
+        guide.head, guide.head_origin = guide.pooler, "pooler as head"
         guide.keep_head = True                                 # apply the pooler in eval mode, too
     log("guide", describe_model(guide, guide_args))
     return guide.eval().requires_grad_(False).to(run.device)

@@ -56,7 +56,7 @@ from kernels.training.progress import progress
 from kernels.training.run import Run
 from kernels.training.text.checkpoint import save_transformer
 from kernels.training.text.mlm import decoder_loss
-from kernels.training.text.models import has_decoder, load_text_model, longest_input
+from kernels.training.text.models import load_text_model, longest_input
 from kernels.training.text.tokens import pad
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +186,8 @@ def load_pretraining_model(flag, name, args):
     """Return a model with a masked-LM head, its tokenizer, and names of heads without saved weights."""
     texts = None if args.evaluate else ("\n".join(lines) for lines, _ in corpus.read_documents(args.data))
     model, tokenizer = load_text_model(name, texts, AutoModelForPreTraining, flag)
-    like_bert = hasattr(model.base_model, "embeddings") and has_decoder(model)
+    has_decoder = isinstance(model.get_output_embeddings(), torch.nn.Linear)
+    like_bert = hasattr(model.base_model, "embeddings") and has_decoder
     special = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id
     if not like_bert or None in special:
         fail(f"{flag} {name}: found {type(model).__name__}, expected a masked language model like BERT")

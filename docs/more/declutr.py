@@ -110,7 +110,7 @@ def long_documents(table, model, args):
     """Return the row numbers of the documents with at least 2 · A · --max-length tokens."""
     need, special, lengths = 2 * args.spans[0] * args.max_length, sum(special_tokens(model.tokenizer)), []
     texts = (model.add_prompts(cells)[0] for _, cells in progress(table, "documents"))
-    for part in text_batches(texts, rows=1000):
+    for part in text_batches(texts):
         lengths += [len(ids) - special for ids in tokenise(part, model.tokenizer, NO_LIMIT)[0]]
     long = [i for i, length in enumerate(lengths) if length >= need]
     found = (f"{len(long):,} of {len(table):,} documents have at least {need:,} tokens, 2 · {args.spans[0]} "

@@ -94,7 +94,7 @@ SHARED_FLAGS = {
     "--dev-columns": dict(group="evaluation", nargs=3, metavar=("TEXT", "TEXT", "SCORE"),
                           help="columns of --dev and --test, by name or number: two sentences, score"),
     "--test": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
-                   help="scored sentence pairs for the final score: files or folders; default none"),
+                   help="files of scored sentence pairs for the final score; default none"),
     "--eval-every": dict(group="evaluation", type=at_least(1, int),
                          help="steps between two evaluations; if not given, at most a quarter of all steps"),
     "--probe-epochs": dict(group="evaluation", type=at_least(0, int),

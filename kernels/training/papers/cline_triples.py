@@ -15,7 +15,6 @@ import numpy as np
 from ..errors import fail, log
 from ..out import atomic_file
 from ..progress import progress
-from ..text.tokens import count_characters, text_batches
 from .cline_wordnet import WORD, WordNet, load_tagger, tag_words
 
 # {role of a column: usual column names}
@@ -127,15 +126,14 @@ def tokenise_triples(triples, model, args):
     """
     rows, truncated = [], 0
     settings = dict(truncation=True, max_length=args.max_length)
-    for part in text_batches(triples, lambda row: count_characters(row[:3])):
-        views = [model.tokenizer([row[i] for row in part], **settings).encodings for i in range(3)]
-        for row, *encodings in zip(part, *views):
-            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-            truncated += sum(bool(encoding.overflowing) for encoding in encodings)
-            if any(np.array_equal(ids[0], other) for other in ids[1:]):
-                continue
-            labels = (token_labels(row[i], row[i + 2], encodings[i], i, args.form) for i in (1, 2))
-            rows.append((*ids, *labels))
+    for row in triples:
+        encodings = [model.tokenizer(text, **settings).encodings[0] for text in row[:3]]
+        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+        truncated += sum(bool(encoding.overflowing) for encoding in encodings)
+        if any(np.array_equal(ids[0], other) for other in ids[1:]):
+            continue
+        labels = (token_labels(row[i], row[i + 2], encodings[i], i, args.form) for i in (1, 2))
+        rows.append((*ids, *labels))
     return rows, truncated
 
 

@@ -26,8 +26,7 @@ AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0
 class SavedSettings:
     """The settings of a sentence encoder that its folder stores besides the weights.
 
-    subfolder       sub-folder that holds the transformer; "": the model folder itself
-    pooling         one of the values of --pooling
+    pooling         one of the values of --pooling; None: the folder does not say it
     head            alternating linear layers and activations; "pooler": the encoder's pooler; None: no head
     normalise       whether embeddings are divided by their L2 norm at the end
     max_length      number of tokens to which longer texts are truncated
@@ -36,8 +35,7 @@ class SavedSettings:
     default_prompt  prompt for texts that do not come from --data, such as those of --dev
     all_prompts     {name: prompt}, including prompts that no column uses
     """
-    subfolder: str = ""
-    pooling: str = "avg"
+    pooling: str | None = None
     head: torch.nn.Sequential | str | None = None
     normalise: bool = False
     max_length: float = math.inf
@@ -47,32 +45,29 @@ class SavedSettings:
     all_prompts: dict = field(default_factory=dict)
 
 
-def read_saved_settings(name, flag="--model"):
-    """Read the SavedSettings of a model in a folder or on the hub. Return None if the model has no
-    modules.json and is not one of the released supervised SimCSE models."""
+def read_saved_settings(name, flag):
+    """Return the SavedSettings of a model in a folder or on the hub. They are the defaults if the model has
+    no modules.json and is not one of the released supervised SimCSE models."""
     with loading(f"{flag} {name}: its modules.json, or a folder listed in it"):
         if modules := read_json(name, "modules.json"):
             return read_modules(name, modules)
     if re.search("(?<!un)sup-simcse", Path(name).name):        # these models store their head as the pooler
         return SavedSettings(pooling="cls", head="pooler")
-    return None
+    return SavedSettings()
 
 
 def read_modules(name, modules):
     """Convert the contents of modules.json, and of the folders listed in it, to SavedSettings."""
-    saved, layers = SavedSettings(), []
+    saved, layers = SavedSettings(pooling="avg"), []
     for module in modules:
         kind, path = module["type"].rpartition(".")[2], module["path"]
         settings = read_json(name, f"{path}/config.json") if path else {}
         if kind == "Transformer":
-            prefix = f"{path}/" if path else ""
-            saved.subfolder = path
-            settings = read_json(name, f"{prefix}sentence_bert_config.json")
-            length = settings.get("max_seq_length")
-            saved.max_length = max(3, int(length)) if length else math.inf
+            settings = read_json(name, "sentence_bert_config.json")
+            saved.max_length = settings.get("max_seq_length") or math.inf
             saved.lower_case = bool(settings.get("do_lower_case"))
         elif kind == "WeightedLayerPooling":
-            saved.pooling = read_layer_pooling(name, path, settings)
+            saved.pooling = read_layer_pooling(name, path, settings["layer_start"])
         elif kind == "Pooling":
             if saved.pooling not in AVERAGED_LAYERS:        # avg_top2 and avg_first_last include mean pooling
                 saved.pooling = read_pooling(path, settings)
@@ -95,22 +90,20 @@ def read_modules(name, modules):
 
 def read_pooling(path, settings):
     """Return the value of --pooling for the settings of a Pooling module of sentence-transformers."""
-    found = settings.get("pooling_mode") or [POOLING_FLAGS.get(flag, flag) for flag, on in settings.items()
-                                             if flag.startswith("pooling_mode_") and on]
-    found = [found] if isinstance(found, str) else found or ["mean"]
-    if len(found) > 1 or found[0] not in POOLING_NAMES or not settings.get("include_prompt", True):
-        raise ValueError(f"{path}: pooling {' and '.join(found)}, expected one of "
-                         f"{', '.join(POOLING_NAMES)}, with include_prompt true")
-    return POOLING_NAMES[found[0]]
+    flags = [flag for flag, on in settings.items() if flag.startswith("pooling_mode_") and on]
+    found = settings.get("pooling_mode") or [POOLING_FLAGS.get(flag, flag) for flag in flags] or "mean"
+    mode = found if isinstance(found, str) else " and ".join(found)
+    if mode not in POOLING_NAMES or not settings.get("include_prompt", True):
+        raise ValueError(f"{path}: pooling {mode}, expected one of {', '.join(POOLING_NAMES)}, with "
+                         "include_prompt true")
+    return POOLING_NAMES[mode]
 
 
-def read_layer_pooling(name, path, settings):
+def read_layer_pooling(name, path, first_layer):
     """Return the value of --pooling for a WeightedLayerPooling module: avg_top2 or avg_first_last."""
     weights = load_file(find_file(name, f"{path}/model.safetensors"))["layer_weights"]
-    found = torch.zeros(settings["num_hidden_layers"] + 1)
-    found[settings["layer_start"] :] = weights
     for pooling, layers in AVERAGED_LAYERS.items():
-        if torch.equal(found, layer_weights(layers, len(found)) * found.max()):
+        if first_layer == 0 and torch.equal(weights, layer_weights(layers, len(weights))):
             return pooling
     raise ValueError(f"{path}: expected the layer_weights of {' or '.join(AVERAGED_LAYERS)}")
 
@@ -132,8 +125,7 @@ def read_dense(name, path, settings):
         weights = load_file(file)
     else:
         weights = torch.load(find_file(name, f"{path}/pytorch_model.bin"), "cpu", weights_only=True)
-    sizes = settings["in_features"], settings["out_features"]
-    linear = torch.nn.Linear(*sizes, bias=settings.get("bias", True))
+    linear = torch.nn.Linear(settings["in_features"], settings["out_features"], settings.get("bias", True))
     linear.load_state_dict({part.removeprefix("linear."): x.float() for part, x in weights.items()})
     return [linear, ACTIVATIONS[kind]()]
 
@@ -145,10 +137,8 @@ def save(model, run):
     encoder, width = model.encoder, model.encoder.config.hidden_size
     head = list(model.head) if model.keep_head else []
     weights = encoder.state_dict()
-    if model.has_pooler:
-        weights |= pooler_weights(model)
-    if head_fits_pooler(model):        # then pooler_output in transformers is the output of the head
-        weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
+    if hasattr(encoder, "pooler"):
+        weights |= pooler_weights(model, head)
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside, state_dict=weights)
         model.tokenizer.padding_side = "right"                 # SentenceEncoder.batch pads there
@@ -202,21 +192,22 @@ def modules_after_encoder(model, head):
 def prompts_to_save(model):
     """Return {"prompts": {name: text}, "default_prompt_name": name or None} for sentence-transformers. Like
     our embed_texts, sentence-transformers' encode() puts the default prompt before each text."""
-    prompts = dict(query=model.prompts[0], document=model.prompts[min(1, len(model.prompts) - 1)])
-    prompts = model.all_prompts | (prompts if any(model.prompts) else {})
-    if len(model.prompts) > 2:
-        prompts["negative"] = model.prompts[2]
-    if model.default_prompt not in ("", *prompts.values()):
-        prompts["default"] = model.default_prompt
+    prompts = dict(model.all_prompts)
+    if any(model.prompts):
+        prompts |= dict(query=model.prompts[0], document=model.prompts[:2][-1])
     default = next((name for name, prompt in prompts.items() if prompt == model.default_prompt != ""), None)
     return dict(prompts=prompts, default_prompt_name=default)
 
 
-def pooler_weights(model):
+def pooler_weights(model, head):
     """Return {name: tensor} of the pretrained pooler or, if there is none, of a new pooler. Embeddings do not
-    need a pooler, but transformers reports missing weights when it loads a folder without one."""
+    need a pooler, but transformers reports missing weights when it loads a folder without one.
+
+    If the head has the form of BERT's pooler ([CLS], a square linear layer, tanh), the head replaces the
+    pooler. Then pooler_output in transformers is our embedding.
+    """
     pooler, = model.pretrained_pooler
-    if pooler is None or not any(True for _ in pooler.parameters()):
+    if pooler is None or not [*pooler.parameters()]:
         with torch.device("meta"):
             pooler = type(model.encoder)(model.encoder.config).pooler
         if pooler is None:
@@ -225,14 +216,11 @@ def pooler_weights(model):
         with torch.random.fork_rng(devices=[]):                # keeps the run's random state unchanged
             torch.manual_seed(0)
             pooler.apply(model.encoder._init_weights)
-    return {f"pooler.{name}": tensor for name, tensor in pooler.state_dict().items()}
-
-
-def head_fits_pooler(model):
-    """Return whether the head can be saved as the pooler: a square linear layer, then tanh, on [CLS]."""
-    head = model.head if model.keep_head and model.has_pooler else []
-    return len(head) == 2 and isinstance(head[1], torch.nn.Tanh) and model.pooling == "cls" and (
-        head[0].bias is not None and head[0].in_features == head[0].out_features)
+    weights = {f"pooler.{name}": tensor for name, tensor in pooler.state_dict().items()}
+    is_similar = len(head) == 2 and isinstance(head[1], torch.nn.Tanh) and head[0].bias is not None
+    if is_similar and model.pooling == "cls" and head[0].in_features == head[0].out_features:
+        weights |= {f"pooler.dense.{name}": tensor for name, tensor in head[0].state_dict().items()}
+    return weights
 
 
 def load_hint(model, run):

@@ -13,7 +13,6 @@ from transformers import AutoModelForSequenceClassification
 
 from kernels import check_rows, checks
 
-from .. import out
 from ..data import (
     NUMBER,
     empty_cell,
@@ -27,16 +26,14 @@ from ..data import (
 )
 from ..errors import fail, log
 from ..flags import check_batch_size
-from ..out import atomic_output, save_tokenizer
 from ..progress import progress
 from ..run import Run
+from .checkpoint import save_transformer
 from .models import load_text_model, longest_input
-from .sts import spearman
-from .tokens import count_characters, text_batches
+from .sts import pearson, spearman
 
 INTEGER = r"-?\d{1,18}"
 LOAD = 'pipeline("text-classification", "{}")'                  # how a user loads the saved folder
-METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("spearman", "pearson")}
 
 
 def classifier_flags(parser):
@@ -45,10 +42,8 @@ def classifier_flags(parser):
     add("--text-columns", group="data", nargs="+",
         help="1 or 2 text columns; default: sentence, or sentence1 and sentence2, or else all but the label")
     add("--label-column", group="data", help="column of labels; default: label or score, or else the last")
-    add("--task", group="data", choices=tuple(METRICS), help="type of task; default inferred from the labels")
-    add("--metric", group="evaluation", choices=[*METRICS["classification"], *METRICS["regression"]],
-        help="dev score to print at the end; f1 is the F1 score of label 1 if labels are 0 and 1, else "
-             "macro F1; default accuracy, or spearman in regression")
+    add("--task", group="data", choices=("classification", "regression"),
+        help="type of task; default inferred from the labels")
     parser.set_defaults(labels=None)                           # load_rows sets labels to the class names
 
 
@@ -65,7 +60,8 @@ def load_rows(path, args):
     if args.labels is None:
         infer_task(counts, path, args)
     if args.task == "regression":
-        values, wanted = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}, "a number"
+        values = {text: float(text) for text in counts if re.fullmatch(NUMBER, text)}
+        wanted = "a number"
     else:
         values = {normalize("NFC", answer): i for i, answer in enumerate(args.labels)}
         wanted = f"one of the labels of {args.data or args.model}: {', '.join(args.labels)}"[:300]
@@ -79,11 +75,8 @@ def load_rows(path, args):
 
 
 def infer_task(counts, path, args):
-    """Set args.task, args.labels and args.metric from `counts`, {training label: number of its rows}.
-
-    Without --task, the task is regression if all labels are numbers and at least one has a decimal point.
-    args.labels becomes the sorted class names, or [] in regression.
-    """
+    """Set args.labels to the sorted class names in `counts`, {training label: number of its rows}; to [] in
+    regression. Without --task, the task is regression if all labels are numbers, some with a point."""
     if args.task is None:
         numbers = all(re.fullmatch(NUMBER, label) for label in counts)
         has_point = any("." in label for label in counts)
@@ -92,21 +85,14 @@ def infer_task(counts, path, args):
     if args.task == "classification":
         by_value = all(re.fullmatch(INTEGER, label) for label in counts)
         args.labels = sorted(counts, key=(lambda label: (int(label), label)) if by_value else None)
-    args.metric = args.metric or METRICS[args.task][0]
-    if args.metric not in METRICS[args.task]:
-        fail(f"--metric {args.metric}: the task is {args.task}, expected {', '.join(METRICS[args.task])}")
     if len(counts) == 1:
         fail(f"{path}: every label is {min(counts)!r}; expected at least two different labels")
     check_batch_size(counts.total(), path, args.batch_size, least=1)
 
 
 def find_columns(path, args):
-    """Return (table, indices of the text columns, index of the label column) of a file.
-
-    Without --label-column, the column of labels is named label or score, or is the last column. Without
-    --text-columns, columns of texts are named sentence, sentence1 or sentence2, or are all other columns. The
-    names are stored in args, so that files read later, such as --dev, must have these columns.
-    """
+    """Return (table, indices of the text columns, index of the label column) of a file. Store the names of
+    these columns in args, so that files read later, such as --dev, must have these columns."""
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
     header, table, has_header = read_table_with_names(path, asked)
     if not (has_header or args.label_column) and table.kind in (".csv", ".tsv"):
@@ -134,11 +120,12 @@ def find_label_header(table, args):
     """Return the names in the first row if it is a header, else None. It is one if its last cell is no label:
     no other row has it, while the labels of the other rows are known (args.labels), repeated, or numbers."""
     row, *rows = (cells for _, cells in table)
-    others = Counter(cells[-1].strip() for cells in rows)
-    known = set(args.labels or ())
-    are_labels = others.keys() <= known if known else all(
-        times > 1 or re.fullmatch(NUMBER, label) for label, times in others.items())
-    is_label = row[-1].strip() in {*others, *known} or re.fullmatch(NUMBER, row[-1].strip())
+    first, others = row[-1].strip(), Counter(cells[-1].strip() for cells in rows)
+    if args.labels:
+        are_labels = others.keys() <= set(args.labels)
+    else:
+        are_labels = all(times > 1 or re.fullmatch(NUMBER, label) for label, times in others.items())
+    is_label = first in {*others, *(args.labels or ())} or re.fullmatch(NUMBER, first)
     return table.set_header(row) if others and are_labels and not is_label else None
 
 
@@ -152,12 +139,12 @@ def read_table_with_names(path, names):
 def load_model(args, run):
     """Load --model and its tokenizer. Keep a trained head that has as many outputs, else make a new head."""
     torch.manual_seed(args.seed)                               # for the weights of a new head
-    head = dict(problem_type="regression", num_labels=1)
+    config = dict(problem_type="regression", num_labels=1)
     if args.labels:
-        head = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
-                    label2id={label: i for i, label in enumerate(args.labels)})
+        config = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
+                      label2id={label: i for i, label in enumerate(args.labels)})
     auto = AutoModelForSequenceClassification
-    model, tokenizer = load_text_model(args.model, iter_texts(args.data), auto, **head)
+    model, tokenizer = load_text_model(args.model, iter_texts(args.data), auto, **config)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     longest = longest_input(model.base_model, tokenizer)
@@ -175,14 +162,10 @@ def tokenise_texts(rows, model, max_length, training=False):
     done, cut = [], 0
     accepted = set(model.tokenizer.model_input_names) & set(signature(model.forward).parameters)
     names = [name for name in ("input_ids", "token_type_ids") if name in accepted]
-    bar = progress(rows, "tokenising", " rows")
-    for part in text_batches(bar, lambda row: count_characters(row[0])):
-        texts, labels = zip(*part)
-        encoded = model.tokenizer(*map(list, zip(*texts)), truncation=True, max_length=max_length)
-        done += [({name: np.array(encoded[name][i], np.int32) for name in names}, label)
-                 for i, label in enumerate(labels)]
-        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        del encoded                            # frees memory before the next part is tokenised
+    for texts, label in progress(rows, "tokenising", " rows"):
+        encoded = model.tokenizer(*texts, truncation=True, max_length=max_length)
+        done.append(({name: np.array(encoded[name], np.int32) for name in names}, label))
+        cut += bool(encoded.encodings[0].overflowing)
     if training:
         log("data", f"{cut:,} of {len(rows):,} training rows truncated to {max_length} tokens")
     return done
@@ -233,12 +216,13 @@ def forward_rows(model, rows, forward):
     """Run forward(model, inputs) on all rows in eval mode. Return the outputs on the CPU, in row order."""
     model.eval()
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # reduces padding
-    starts = progress(range(0, len(rows), 128), "evaluating", " batches")
-    parts = ([rows[i] for i in order[start : start + 128]] for start in starts)
-    found = zip(*(forward(model, make_batch(part, model)[0]) for part in parts))
-    found = [torch.cat(x).cpu() for x in found]
+    found = []
+    for start in progress(range(0, len(rows), 128), "evaluating", " batches"):
+        inputs, _ = make_batch([rows[i] for i in order[start : start + 128]], model)
+        found.append(forward(model, inputs))
     model.train()
-    return [torch.empty_like(x).index_copy_(0, torch.tensor(order), x) for x in found]
+    place = torch.tensor(order).argsort()                      # place of each row in `order`
+    return [torch.cat(parts).cpu()[place] for parts in zip(*found)]
 
 
 def predict(model, rows):
@@ -249,27 +233,20 @@ def predict(model, rows):
 def evaluate(model, rows, args):
     """Score a model on tokenised rows. Return {metric: 100 · score}: accuracy, F1 and Matthews correlation,
     or in regression Spearman and Pearson correlation."""
-    logits, truth = predict(model, rows), np.array([label for _, label in rows])
+    logits = predict(model, rows)
+    truth = np.array([label for _, label in rows])
     if args.task == "classification":
         scores = classification_metrics(truth, logits.argmax(1).numpy(), args.labels)
     else:
         predicted = logits[:, 0].double().numpy()
-        constant = min(np.ptp(truth), np.ptp(predicted)) == 0
-        scores = {"spearman": spearman(truth, predicted),
-                  "pearson": 0.0 if constant else np.corrcoef(truth, predicted)[0, 1]}
+        scores = {"spearman": spearman(truth, predicted), "pearson": pearson(truth, predicted)}
     return {metric: 100 * float(score) for metric, score in scores.items()}
 
 
 def describe_scores(scores, labels=()):
-    """Return the scores of a run as text, such as "accuracy 12.50, macro f1 2.78"."""
-    return ", ".join(f"{metric_name(metric, labels)} {score:.2f}" for metric, score in scores.items())
-
-
-def metric_name(metric, labels=()):
-    """Return the name to print for a metric: for f1, "f1 of label 1" or "macro f1"."""
-    if metric != "f1":
-        return metric
-    return "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"
+    """Return scores as text, such as "accuracy 12.50, macro f1 2.78"."""
+    names = {"f1": "f1 of label 1" if list(labels) == ["0", "1"] else "macro f1"}
+    return ", ".join(f"{names.get(metric, metric)} {score:.2f}" for metric, score in scores.items())
 
 
 def evaluate_and_save(model, rows, args, run):
@@ -278,21 +255,16 @@ def evaluate_and_save(model, rows, args, run):
     run.should_save(scores)                                    # only records the scores: every model is saved
     if scores:
         log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
-    if run.rank == 0:
-        with atomic_output(run) as aside:
-            model.save_pretrained(aside)
-            save_tokenizer(model.tokenizer, aside)
-            text = f"{args.task.capitalize()} of text. A pair is {{\"text\": ..., \"text_pair\": ...}}."
-            out.write_card(aside, run, "text-classification", ["transformers"], text,
-                           LOAD.format(args.out))
+    text = f"{args.task.capitalize()} of text. A pair is {{\"text\": ..., \"text_pair\": ...}}."
+    save_transformer(run, model, model.tokenizer, "text-classification", text, LOAD.format(args.out))
 
 
 def finish_run(run, args):
-    """End the run: print the number of skipped steps, the saved model's score, and how to load this model."""
-    scores, skipped = run.extra_state["saved"], run.extra_state["skipped"]
-    name = metric_name(args.metric, args.labels)
-    score = f"{name} {scores[args.metric]:.2f} on --dev, " if args.dev else ""
-    run.finish(score + (f"{skipped} steps skipped, " if skipped else ""))
+    """End the run. Print the scores, the number of skipped steps, and the code that loads the saved model."""
+    scores, skipped = dict(run.extra_state["saved"]), run.extra_state["skipped"]
+    scores.pop("step")
+    shown = f"{describe_scores(scores, args.labels)} on --dev, " if scores else ""
+    run.finish(shown + (f"{skipped} steps skipped, " if skipped else ""))
     log("load", LOAD.format(args.out))
 
 

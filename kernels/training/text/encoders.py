@@ -1,22 +1,17 @@
 """Load sentence encoders (transformer, pooling, head) and embed texts. checkpoint.py saves the encoders."""
-from pathlib import Path
-
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED_LMS
 
 from kernels import embed_in_chunks
 
 from ..data import iter_texts
-from ..errors import fail, log
-from ..pretrained import loading
+from ..errors import fail
 from ..progress import progress
-from .checkpoint import read_saved_settings
-from .models import has_decoder, load_text_model, longest_input
+from .checkpoint import AVERAGED_LAYERS, SavedSettings, read_saved_settings
+from .models import load_text_model, longest_input
 from .tokens import group_by_length, pad, restore_order, tokenise
 
 
@@ -32,28 +27,42 @@ def init_linear(linear, config):
 class SentenceEncoder(torch.nn.Module):
     """A transformer, the pooling of its token states, and a projection head.
 
-    pooling      a value of --pooling, whose help text explains the values
-    head         module to apply after pooling in training, or None
-    keep_head    whether the head is also applied at inference
+    pretrained_pooler  (pooler of the encoder or None,). save() writes it. No pooling uses it, so Identity
+                       replaces it in the encoder, and the tuple keeps it out of parameters()
+    pooling            a value of --pooling, whose help text explains the values
+    head               module that is applied after pooling in training, or None
+    head_origin        "new head", "saved head", "pooler as head", or "" without a head
+    keep_head          whether the head is also applied at inference
+    lm                 the masked language model around the encoder, or None
 
     SavedSettings explains normalise, max_length, lower_case and the attributes with prompts.
     """
 
-    def __init__(self, encoder, tokenizer, run, pooling="cls", head=None, keep_head=False):
+    def __init__(self, encoder, tokenizer, run, pooling="cls", saved=None):
         super().__init__()
-        self.has_pooler = hasattr(encoder, "pooler")           # if true, save() can write a head as pooler
-        self.encoder, self.head, self.keep_head = encoder, head, keep_head and head is not None
-        self.pretrained_pooler = (getattr(encoder, "pooler", None),)   # the tuple hides it from parameters()
-        if getattr(encoder, "pooler", None) is not None:
+        saved = saved or SavedSettings()
+        self.encoder, self.tokenizer = encoder, tokenizer
+        self.pretrained_pooler = (getattr(encoder, "pooler", None),)
+        if self.pretrained_pooler[0] is not None:
             encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
-        self.tokenizer, self.pooling = tokenizer, pooling
+        self.pooling, self.lm = pooling, None
+        self.head, self.keep_head = None, False
+        self.head_origin = ""
         self.device, self.bf16 = run.device, run.bf16
         self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
         self.in_chunks = any(self.chunk_limits)
-        encoder.config.output_hidden_states = pooling in ("avg_top2", "avg_first_last")
+        encoder.config.output_hidden_states = pooling in AVERAGED_LAYERS
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # no KV cache
-        self.max_length, self.normalise, self.lower_case = longest_input(encoder, tokenizer), False, False
-        self.prompts, self.default_prompt, self.all_prompts = ("",), "", {}
+        self.max_length = min(saved.max_length, longest_input(encoder, tokenizer))
+        self.normalise, self.lower_case = saved.normalise, saved.lower_case
+        self.prompts, self.all_prompts = saved.prompts, saved.all_prompts
+        self.default_prompt = saved.default_prompt
+
+    @property
+    def pooler(self):
+        """The pretrained pooler as a head: its linear layer, then tanh. None if the model has no pooler."""
+        dense = getattr(self.pretrained_pooler[0], "dense", None)
+        return None if dense is None else torch.nn.Sequential(dense, torch.nn.Tanh())
 
     def batch(self, *views):
         """Group texts of similar length, and pad. Return [(row indices (n,), ids (n, L), mask (n, L))].
@@ -71,7 +80,7 @@ class SentenceEncoder(torch.nn.Module):
 
     def add_prompts(self, cells):
         """Return a row's texts, each after its column's prompt. Further columns use the last prompt."""
-        prompts = (self.prompts[min(i, len(self.prompts) - 1)] for i in range(len(cells)))
+        prompts = self.prompts + self.prompts[-1:] * len(cells)
         texts = [prompt + cell for prompt, cell in zip(prompts, cells)]
         return [*map(str.lower, texts)] if self.lower_case else texts
 
@@ -97,10 +106,9 @@ class SentenceEncoder(torch.nn.Module):
 
         layers  the hidden states of all layers, which only avg_top2 and avg_first_last need
         """
-        if self.pooling == "avg_top2":
-            hidden = (hidden + layers[-2]) / 2
-        if self.pooling == "avg_first_last":   # layers[0] has the word embeddings
-            hidden = (hidden + layers[1]) / 2
+        if self.pooling in AVERAGED_LAYERS:
+            other, _ = AVERAGED_LAYERS[self.pooling]
+            hidden = (hidden + layers[other]) / 2
         if self.pooling.startswith("avg"):     # special tokens count, padding does not
             z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
         elif self.pooling == "last":           # the text's last token: padding is on the right
@@ -111,22 +119,21 @@ class SentenceEncoder(torch.nn.Module):
             z = self.head(z)
         return z.float()
 
-    def embed_texts(self, sentences, size=128):
-        """Embed N texts in batches of `size`. Return (N, H). Texts are not truncated to --max-length."""
-        texts = (self.default_prompt + text for text in sentences)
-        texts = [*map(str.lower, texts)] if self.lower_case else [*texts]
-        rows, _ = tokenise(texts, self.tokenizer, self.max_length)
-        return torch.cat([self(self.batch(rows[i : i + size])) for i in range(0, len(rows), size)])
+    def embed_texts(self, sentences):
+        """Embed a batch of N texts. Return (N, H). Texts are not truncated to --max-length."""
+        texts = [self.default_prompt + text for text in sentences]
+        texts = [*map(str.lower, texts)] if self.lower_case else texts
+        return self(self.batch(tokenise(texts, self.tokenizer, self.max_length)[0]))
 
     @torch.no_grad()
-    def embed(self, texts, size=1024):
+    def embed(self, texts):
         """Embed N texts in eval mode. Return embeddings (M, H) of the M distinct texts, and for each of the N
         texts the row of its embedding."""
         distinct = sorted(set(texts), key=lambda text: (len(text), text))
         training = self.training
         self.eval()
-        bar = progress(range(0, len(distinct), size), "embedding texts")
-        z = torch.cat([self.embed_texts(distinct[i : i + size]) for i in bar])
+        bar = progress(range(0, len(distinct), 128), "embedding texts")
+        z = torch.cat([self.embed_texts(distinct[i : i + 128]) for i in bar])
         self.train(training)
         row_of = {text: i for i, text in enumerate(distinct)}
         return z, [row_of[text] for text in texts]
@@ -153,107 +160,81 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     columns         number of texts in a row of the data
     flag            name of the flag that selects the model, for messages
     texts           texts for the vocabulary of --model scratch; None: the texts of --data
-    returns         a SentenceEncoder with four more attributes. lm: the model around the encoder, or None.
-                    pooler: (head,), where the head is the pretrained pooler, or (None,). head_origin: "new",
-                    "saved", "pooler" or None (no head). saved_settings: SavedSettings or None
     """
-    name, source, evaluating = args.model, f"{flag} {args.model}", getattr(args, "evaluate", False)
-    local = Path(name).is_dir() and name != "scratch"
-    saved = read_saved_settings(name, flag) if local else None
-    if texts is None and not evaluating:
+    source = f"{flag} {args.model}"
+    if texts is None and not getattr(args, "evaluate", False):
         texts = iter_texts(args.data)
-    loaded, tokenizer = load_text_model(name, texts, auto_class, flag, saved.subfolder if saved else "")
-    if not local and name != "scratch":        # only now: load_text_model has reported an unknown name
-        saved = read_saved_settings(name, flag)
-    with loading(source):
-        return make_encoder(loaded, tokenizer, saved, args, run, source, (pooling, head, columns))
-
-
-def make_encoder(lm, tokenizer, saved, args, run, source, defaults):
-    """Make a SentenceEncoder of a loaded language model (lm). Error messages begin with `source`.
-    `defaults` has the arguments (pooling, head, columns) of build_encoder."""
+    lm, tokenizer = load_text_model(args.model, texts, auto_class, flag)
+    saved = SavedSettings() if args.model == "scratch" else read_saved_settings(args.model, flag)
     encoder = lm.base_model
-    default_pooling, default_head, columns = defaults
     if encoder.config.is_encoder_decoder:
         fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")
-    kind = encoder.config.model_type
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        default_pooling = "last"                               # for decoders
-    pooling = getattr(args, "pooling", None) or (saved.pooling if saved else default_pooling)
-    if default_pooling == "last" and pooling.startswith("cls"):
-        fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see the others; "
-             "use last or avg")
-    pooler = getattr(getattr(encoder, "pooler", None), "dense", None)
-    if pooler is not None:
-        pooler = torch.nn.Sequential(pooler, torch.nn.Tanh())
-    if pooling != "cls" or getattr(args, "evaluate", False):
-        default_head = None
-    head, origin, use = choose_head(args, saved, pooling, default_head, pooler, encoder.config)
-    model = SentenceEncoder(encoder, tokenizer, run, pooling, head, keep_head=use == "keep")
-    model.lm = None if lm is encoder else lm
-    model.head_origin, model.saved_settings = origin, saved
-    if model.lm is not None and not (has_decoder(model.lm) and tokenizer.mask_token_id is not None):
-        fail(f"{source}: {type(model.lm).__name__} is not a masked language model like BERT or DistilBERT")
-    model.pooler = (pooler,)
-    apply_saved_settings(model, saved, args, columns)
-    if hasattr(args, "pooling"):
-        args.pooling = pooling
+    if lm is not encoder:
+        has_decoder = isinstance(lm.get_output_embeddings(), torch.nn.Linear)
+        if not has_decoder or tokenizer.mask_token_id is None:
+            fail(f"{source}: {type(lm).__name__} is not a masked language model like BERT or DistilBERT")
+    pooling = choose_pooling(encoder, saved, args, pooling)
+    model = SentenceEncoder(encoder, tokenizer, run, pooling, saved)
+    set_head(model, saved, args, head)
+    set_prompts_and_length(model, args, columns)
+    if lm is not encoder:
+        model.lm = lm
     return model
 
 
-def choose_head(args, saved, pooling, default_use, pooler, config):
-    """Choose the head from --head, the saved settings and the default.
+def choose_pooling(encoder, saved, args, default):
+    """Return --pooling or, if it is not given, the saved pooling. Without a saved pooling, return "last" for
+    a decoder and `default` for all other models."""
+    kind = encoder.config.model_type
+    is_decoder = kind in CAUSAL_LMS and kind not in MASKED_LMS
+    pooling = getattr(args, "pooling", None) or saved.pooling or ("last" if is_decoder else default)
+    if is_decoder and pooling.startswith("cls"):
+        fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see the others; "
+             "use last or avg")
+    return pooling
 
-    default_use     "keep", "train-only", or None for no head
-    pooler          the pretrained pooler as a head, or None
-    returns         (head, origin "new" | "saved" | "pooler", use "keep" | "train-only"), or three Nones
+
+def set_head(model, saved, args, default_use):
+    """Give a SentenceEncoder the head that --head describes. Without --head, it is the saved head. Without
+    --head and a saved head, it is a new head if the pooling is cls, unless default_use is None.
+
+    default_use     "keep" or "train-only": use of a new head if --head does not say it. None: no new head
     """
-    asked = {*(getattr(args, "head", None) or [])}
+    asked, evaluating = {*(getattr(args, "head", None) or [])}, getattr(args, "evaluate", False)
     if {"keep", "train-only"} <= asked or {"new", "pooler"} <= asked:
         fail(f"--head {' '.join(args.head)}: expected one of keep and train-only, and one of new and pooler")
-    use = next(iter(asked & {"keep", "train-only"}), None)
-    weights = next(iter(asked & {"new", "pooler"}), None)
-    saved_head = saved.head if saved and saved.pooling == pooling and weights is None else None
-    if weights == "pooler" or saved_head == "pooler":
-        if pooler is None:
+    saved_head = None
+    if saved.pooling == model.pooling and not asked & {"new", "pooler"}:
+        saved_head = saved.head
+    if saved_head is not None or model.pooling != "cls" or evaluating:
+        default_use = None
+    if "pooler" in asked or saved_head == "pooler":
+        if model.pooler is None:
             fail(f"--head pooler: {args.model} has no pooler")
-        default_use = "keep" if saved_head == "pooler" else default_use or "keep"
-        return pooler, "pooler", use or default_use
-    if saved_head is not None:
-        return saved_head, "saved", use or "keep"
-    if getattr(args, "evaluate", False) or not (use or default_use):
-        return None, None, None
-    linear = init_linear(torch.nn.Linear(config.hidden_size, config.hidden_size), config)     # SimCSE's head
-    return torch.nn.Sequential(linear, torch.nn.Tanh()), "new", use or default_use
+        model.head, model.head_origin = model.pooler, "pooler as head"
+    elif saved_head is not None:
+        model.head, model.head_origin = saved_head, "saved head"
+    elif default_use or asked and not evaluating:
+        size = model.encoder.config.hidden_size                # a new head has the form of SimCSE's head
+        linear = init_linear(torch.nn.Linear(size, size), model.encoder.config)
+        model.head, model.head_origin = torch.nn.Sequential(linear, torch.nn.Tanh()), "new head"
+    use = next(iter(asked & {"keep", "train-only"}), default_use)
+    model.keep_head = model.head is not None and use != "train-only"
 
 
-def apply_saved_settings(model, saved, args, columns):
-    """Set prompts, maximum length, case and normalisation. Print the saved settings that flags override."""
-    evaluating = getattr(args, "evaluate", False)
-    asked, differs = tuple(getattr(args, "prompt", None) or ()), []
-    if len(asked) > 1 and len(asked) not in (2, columns) or len(asked) > columns:
-        wanted = "1" if columns == 1 else f"1 for all columns, or 1 for each of the {columns} columns"
-        fail(f"--prompt: found {len(asked)} texts, expected {wanted}")
-    if saved:
-        model.normalise, model.max_length = saved.normalise, min(saved.max_length, model.max_length)
-        model.prompts, model.default_prompt = saved.prompts, saved.default_prompt
-        model.lower_case, model.all_prompts = saved.lower_case, saved.all_prompts
-        if model.pooling.removesuffix("_before_pooler") != saved.pooling:
-            differs.append(f"{saved.pooling} pooling")
-        if saved.head is not None and not (model.keep_head and model.head_origin in ("saved", "pooler")):
-            differs.append("a head")
-        if asked and asked != saved.prompts:
-            differs.append("other prompts")
-    if asked:
-        model.prompts, model.default_prompt = asked, asked[0]
-    limit = longest_input(model.encoder, model.tokenizer)
-    if not evaluating and args.max_length > model.max_length:
-        if args.max_length > limit:
-            fail(f"--max-length {args.max_length}: {args.model} reads at most {limit} tokens")
-        differs.append(f"a maximum length of {model.max_length} tokens")
-        model.max_length = args.max_length
-    if differs:
-        log("note", f"{args.model} was saved with {', '.join(differs)}; the flags override this")
+def set_prompts_and_length(model, args, columns):
+    """Let --prompt and --max-length override the saved settings of a SentenceEncoder."""
+    prompts = tuple(getattr(args, "prompt", None) or ())
+    if len(prompts) not in (0, 1, min(2, columns), columns):
+        fail(f"--prompt: found {len(prompts)} texts for {columns} columns, expected 1 for all or 1 for each")
+    if prompts:
+        model.prompts, model.default_prompt = prompts, prompts[0]
+    if getattr(args, "evaluate", False):                       # texts are not truncated to --max-length
+        return
+    longest = longest_input(model.encoder, model.tokenizer)
+    if args.max_length > longest:
+        fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")
+    model.max_length = max(model.max_length, args.max_length)
 
 
 def dropout_attributes(encoder):
@@ -282,10 +263,7 @@ def describe_model(model, args):
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     text = f"{args.model}, {size:.1f} M parameters, {model.pooling} pooling"
     if model.head is not None:
-        heads = {"new": "new head", "saved": "saved head", "pooler": "pooler as head"}
-        text += f", {heads[model.head_origin]}"
-        if not model.keep_head:
-            text += " (training only)"
+        text += f", {model.head_origin}" + ("" if model.keep_head else " (training only)")
     has_dropout = any(getattr(part, name) for part, name in dropout_attributes(model.encoder))
     if not getattr(args, "evaluate", False) and not has_dropout:       # no dropout: both views are equal
         text += ", without dropout"

@@ -1,10 +1,6 @@
 """Evaluate sentence encoders on scored sentence pairs and labelled texts, and select the best checkpoint."""
-import os
-from pathlib import Path
-
 import numpy as np
 
-from ..data import READERS
 from ..errors import fail, log
 from ..run import Run
 from .checkpoint import load_hint, save
@@ -17,26 +13,23 @@ class Evaluator:
     files are read and checked before the first step."""
 
     def __init__(self, args):
-        self.args, self.collapsed = args, False
+        self.args = args
         self.dev = load_sts(args.dev, args.dev_columns) if args.dev else []
-        self.tests = {path: load_sts(path, args.dev_columns) for path in expand_folders(args.test, "--test")}
+        self.tests = {path: load_sts(path, args.dev_columns) for path in args.test}
         if args.evaluate and not (self.dev or self.tests):
             fail("--evaluate: nothing to evaluate; give --dev or --test")
 
     def evaluate_before(self, model, run):
         """Score the model on --dev before the first step. Print the score, also when a run is resumed."""
         if self.dev and run.step == 0:
-            began = run.clock.seconds()
             run.log_initial_scores(evaluate(model, self.dev, self.args.impl))
-            run.clock.count_pause(began)
         if self.dev:
             log("before", f"dev Spearman {run.extra_state['before']['spearman']:.2f}")
 
     def evaluate_and_save(self, model, run):
         """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3 and not self.collapsed:    # 0 if all embeddings are equal
-            self.collapsed = True                              # print this note only once
+        if scores.get("uniformity", -1) > -1e-3:               # 0 if all embeddings are equal
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
         shown = f"{scores['spearman']:.2f}" if scores else ""
@@ -49,9 +42,6 @@ class Evaluator:
         self.print_test_scores(model)
         before, best = run.extra_state["before"], run.extra_state["saved"]
         rise = ""
-        if self.dev and best["spearman"] <= before["spearman"]:
-            log("note", f"no checkpoint scored higher on --dev than the model that training began with, "
-                        f"{run.args.model}; a lower --lr or more data may help")
         if self.dev:
             rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "
         run.finish(rise)
@@ -59,32 +49,16 @@ class Evaluator:
 
     def print_test_scores(self, model):
         """Print the score of each file of --test, and the mean of the rounded scores, as papers do."""
-        scores = []
-        for score, text in self.score_pairs(model, self.tests):
-            log("test", f"{score:.2f}{text}")
-            scores.append(round(score, 2))
+        scores = [self.print_score("test", model, path, pairs) for path, pairs in self.tests.items()]
         if scores:
             log("test", f"{np.mean(scores):.2f}  mean")
 
-    def score_pairs(self, model, files):
-        """Yield (100 · Spearman's ρ, rest of the line to print) for each of `files`, {path: scored pairs}."""
-        for path, pairs in files.items():
-            scores = evaluate(model, pairs, self.args.impl)
-            more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
-            yield scores["spearman"], f"  {''.join(more)}{path}"
-
-
-def expand_folders(paths, flag):
-    """Return the paths, with each folder replaced by the data files in it."""
-    found = []
-    for path in map(str, paths):
-        names = map(str, sorted(Path(path).iterdir())) if os.path.isdir(path) else [path]
-        inside = [name for name in names if name == path
-                  or name.lower().removesuffix(".gz").endswith(tuple(READERS))]
-        if not inside:
-            fail(f"{flag} {path}: the folder has no file whose name ends in {', '.join(READERS)}")
-        found += inside
-    return found
+    def print_score(self, word, model, path, pairs):
+        """Print and return the model's score on the scored pairs of a file. The line begins with `word`."""
+        scores = evaluate(model, pairs, self.args.impl)
+        more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
+        log(word, f"{scores['spearman']:.2f}  {''.join(more)}{path}")
+        return round(scores["spearman"], 2)
 
 
 def evaluate_model(evaluator, script, pooling="cls"):
@@ -93,6 +67,5 @@ def evaluate_model(evaluator, script, pooling="cls"):
     model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
     log("model", describe_model(model, args))
     if args.dev:
-        (score, text), = evaluator.score_pairs(model, {args.dev: evaluator.dev})
-        log("dev", f"{score:.2f}{text}")
+        evaluator.print_score("dev", model, args.dev, evaluator.dev)
     evaluator.print_test_scores(model)

@@ -19,13 +19,14 @@ def mask_tokens(ids, maskable, tokenizer):
 def encoder_and_mlm_states(lm, encoder, ids, mask, chosen):
     """Run a masked language model (LM) without its decoder, which is the output layer over the vocabulary.
 
-    returns     [hidden states (n, L, H) of the encoder, inputs (C, H) of the decoder for the C chosen tokens]
+    returns     [last hidden states (n, L, H) of the encoder, hidden states of all layers or None, inputs
+                (C, H) of the decoder for the C chosen tokens]
     """
     found = []
 
     def keep_chosen(_, __, output):            # the MLM head gets the chosen tokens only
-        found.append(output.last_hidden_state)
-        output.last_hidden_state = found[0][chosen][None]
+        found.extend([output.last_hidden_state, output.hidden_states])
+        output.last_hidden_state = output.last_hidden_state[chosen][None]
         return output
 
     def skip_decoder(_, inputs):               # the decoder runs on 0 tokens
@@ -55,19 +56,17 @@ def decoder_loss(hidden, decoder, targets, *, impl="auto"):
 
 
 def untie_decoder(lm):
-    """Separate a masked LM's decoder weights from its word embeddings (SimCSE's code). Return the LM."""
+    """Separate a masked LM's decoder weights from its word embeddings (SimCSE's code)."""
     decoder = lm.get_output_embeddings()
     decoder.weight = torch.nn.Parameter(decoder.weight.detach().clone())
-    return lm
 
 
 def masked_lm_loss(model, batch, impl="auto", protected=None):
     """Mask tokens of a batch from SentenceEncoder.batch. Return this rank's part of the mean cross entropy of
     the chosen tokens of all ranks. embed_masked explains `protected`."""
-    def loss_sum(group):
-        return embed_masked(model, group, impl, protected)[1]
-
-    return share_of_mean(embed_in_chunks(loss_sum, batch, model.lm if model.in_chunks else None))
+    sums = embed_in_chunks(lambda group: embed_masked(model, group, impl, protected)[1], batch,
+                           model.lm if model.in_chunks else None)
+    return share_of_mean(sums)
 
 
 def embed_masked(model, group, impl, protected=None):
@@ -82,16 +81,11 @@ def embed_masked(model, group, impl, protected=None):
     if protected is not None:
         maskable &= ~protected(ids)
     masked, chosen = mask_tokens(ids, maskable, model.tokenizer)
-    z = []
-
-    def pool(_, __, output):
-        z.append(model.pool_states(output.last_hidden_state, mask, output.hidden_states))
-
-    with (torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16),
-          model.encoder.register_forward_hook(pool)):
-        _, states = encoder_and_mlm_states(model.lm, model.encoder, masked, mask, chosen)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+        hidden, layers, states = encoder_and_mlm_states(model.lm, model.encoder, masked, mask, chosen)
+        z = model.pool_states(hidden, mask, layers)
         mean = decoder_loss(states.float(), model.lm.get_output_embeddings(), ids[chosen], impl=impl)
-    return z[0], torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
+    return z, torch.stack([mean * chosen.sum(), chosen.sum().float()])[None]
 
 
 def share_of_mean(sums):

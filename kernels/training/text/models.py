@@ -11,13 +11,12 @@ from ..errors import fail
 from ..pretrained import loading, read_config
 
 
-def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subfolder="", **config):
+def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", **config):
     """Load a model and its tokenizer from a folder or the hub. The name "scratch" makes a small random BERT.
 
     texts       texts that define the vocabulary of "scratch"; None: "scratch" is an error
     auto_class  class of transformers that loads the model, such as AutoModelForMaskedLM
     flag        name of the flag that selects the model, for messages
-    subfolder   folder of the model inside `name`
     config      further settings of the model's configuration
     returns     (model, tokenizer); model.missing names the weights that the checkpoint does not provide
     """
@@ -30,16 +29,18 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", subf
         model = auto_class.from_config(BertConfig(vocab_size=len(tokenizer), **shape, **config))
         model.missing = []
         return model, tokenizer
-    config = read_config(source, name, subfolder, config, ", or take scratch" if texts is not None else "")
-    options = dict(subfolder=subfolder, trust_remote_code=False)
+    hint = ", or take scratch" if texts is not None else ""
+    config = read_config(source, name, overrides=config, hint=hint)
     with loading(source):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model, info = auto_class.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                                 ignore_mismatched_sizes=True, config=config, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = auto_class.from_pretrained(
+            name, config=config, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True,
+            trust_remote_code=False)
         check_tokenizer(source, tokenizer, model)
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto_class is AutoModel and any("pooler" in part for part in model.missing):
         model.pooler = torch.nn.Identity()     # instead of a pooler with random weights
+    # a head may be missing, but not a weight of the encoder
     lost = [part for part in model.missing if "pooler" not in part
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
     if lost:
@@ -83,12 +84,3 @@ def longest_input(model, tokenizer):
     reserved = 0 if getattr(table, "padding_idx", None) is None else table.padding_idx + 1
     positions = getattr(model.config, "max_position_embeddings", -1)   # -1: no limit, as for XLNet and T5
     return min(tokenizer.model_max_length, positions - reserved if positions > 0 else math.inf)
-
-
-def has_decoder(lm):
-    """Return whether a model is a masked LM whose last layer is linear and reads one state per token.
-
-    MobileBERT does not qualify, because its last layer multiplies by two matrices.
-    """
-    other = lm.config.is_encoder_decoder or lm.config.model_type == "mobilebert"
-    return isinstance(lm.get_output_embeddings(), torch.nn.Linear) and not other

@@ -45,14 +45,18 @@ def load_sts(path, columns=None):
     return pairs
 
 
+def pearson(a, b):
+    """Return the Pearson correlation of a and b, or 0 if a or b is constant."""
+    return 0.0 if min(np.ptp(a), np.ptp(b)) == 0 else float(np.corrcoef(a, b)[0, 1])
+
+
 def spearman(a, b):
-    """Return Spearman's ρ of a and b: the Pearson correlation of their ranks, or 0 if a or b is constant.
-    Equal values all get their mean rank."""
+    """Return Spearman's ρ, the Pearson correlation of ranks. Equal values all get their mean rank."""
     ranks = []
     for x in (a, b):
         _, group, sizes = np.unique(x, return_inverse=True, return_counts=True)
         ranks.append((sizes.cumsum() - (sizes - 1) / 2)[group])
-    return 0.0 if min(np.ptp(r) for r in ranks) == 0 else float(np.corrcoef(*ranks)[0, 1])
+    return pearson(*ranks)
 
 
 @torch.no_grad()

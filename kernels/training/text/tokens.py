@@ -12,32 +12,21 @@ from ..out import writing
 # fixed cost of a group (kernel launches, a pass over all gradients), as a number of tokens (estimates)
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 NO_LIMIT = 2**31 - 1                           # a maximum length that means no truncation
-MAX_ROWS, MAX_CHARS = 10_000, 2**21            # limits of a tokenizer call (about 100 bytes per character)
+MAX_CHARS = 2**21                              # a tokenizer call needs about 100 bytes per character
 
 
-def text_batches(items, count=len, rows=MAX_ROWS):
-    """Divide items, in order, into lists for one tokenizer call each. In a single call, a million
-    sentences or a thousand long texts would need tens of gigabytes.
-
-    count       function that returns the number of characters of an item. A list of two or more items has at
-                most MAX_CHARS characters
-    rows        maximum number of items in a list
-    """
+def text_batches(texts):
+    """Divide texts, in order, into lists for one tokenizer call each. A list of two or more texts has at most
+    MAX_CHARS characters: a call with a million sentences would need tens of gigabytes."""
     part, size = [], 0
-    for item in items:
-        more = count(item)
-        if part and (len(part) == rows or size + more > MAX_CHARS):
+    for text in texts:
+        if part and size + len(text) > MAX_CHARS:
             yield part
             part, size = [], 0
-        part.append(item)
-        size += more
+        part.append(text)
+        size += len(text)
     if part:
         yield part
-
-
-def count_characters(texts):
-    """Return the total number of characters of the texts."""
-    return sum(map(len, texts))
 
 
 def tokenise(sentences, tokenizer, max_length):
@@ -53,7 +42,6 @@ def tokenise(sentences, tokenizer, max_length):
         encoded = backend.encode_batch_fast(part)
         rows += [np.array(encoding.ids or nothing, np.int32) for encoding in encoded]
         cut += sum(bool(encoding.overflowing) for encoding in encoded)
-        del encoded                            # frees memory before the next part is tokenised
     return rows, cut
 
 
@@ -88,14 +76,15 @@ def write_tokens(table, model, max_length, folder):
     The folder gets two files. `ids` (int32): the token ids of all sentences, in order. `ends` (int64): 0,
     then for each sentence the position in `ids` where the sentence ends.
     """
-    done, cut, unknown, rows = 0, 0, 0, (model.add_prompts(cells) for _, cells in table)
+    done = cut = unknown = 0
+    sentences = itertools.chain.from_iterable(model.add_prompts(cells) for _, cells in table)
     folder.mkdir(exist_ok=True)
     with open(folder / "ids", "wb") as ids, open(folder / "ends", "wb") as ends:
         ends.write(bytes(8))
-        for part in text_batches(rows, count_characters):
-            sentences, more = tokenise([*itertools.chain(*part)], model.tokenizer, max_length)
-            part_ends = done + np.cumsum([len(sentence) for sentence in sentences])
-            part_ids = np.concatenate(sentences)
+        for part in text_batches(sentences):
+            tokens, more = tokenise(part, model.tokenizer, max_length)
+            part_ends = done + np.cumsum([len(sentence) for sentence in tokens])
+            part_ids = np.concatenate(tokens)
             unknown += int((part_ids == model.tokenizer.unk_token_id).sum())
             ids.write(part_ids.tobytes())
             ends.write(part_ends.tobytes())
@@ -134,35 +123,29 @@ def group_by_length(lengths, device, max_rows=None, max_tokens=None):
     max_tokens  maximum number of tokens in a group, with padding, or None. A longer sequence is its own group
     returns     [[index of a sequence, ...] per group]
     """
+    max_rows, max_tokens = max_rows or math.inf, max_tokens or math.inf
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    cuts = length_groups([lengths[i] for i in order], GROUP_COST[device.type], max_rows, max_tokens)
-    return [order[start:end] for start, end in cuts]
+    ascending, groups = [lengths[i] for i in order], []
+    for start, end in cheapest_groups(ascending, GROUP_COST[device.type]):
+        for i in range(start + 1, end):        # split groups that exceed a limit
+            rows = i - start + 1               # rows start to i; row i is the longest
+            if rows > max_rows or rows * ascending[i] > max_tokens:
+                groups.append(order[start:i])
+                start = i
+        groups.append(order[start:end])
+    return groups
 
 
-def length_groups(lengths, cost, max_rows=None, max_tokens=None):
+def cheapest_groups(lengths, cost):
     """Divide ascending lengths into groups [(start, end)] that minimise Σ (rows · longest + cost), by dynamic
-    programming. Then split groups of more than `max_rows` rows or `max_tokens` tokens."""
-    best = {0: (0, 0)}                         # {n: (least cost of the first n rows, last group's start)}
+    programming."""
+    best = {0: (0, [])}                        # {n: (least cost of the first n rows, groups of these rows)}
     for end in range(1, len(lengths) + 1):
         if end == len(lengths) or lengths[end - 1] < lengths[end]:
             longest = lengths[end - 1]
-            best[end] = min((best[start][0] + (end - start) * longest + cost, start) for start in best)
-    cuts, end = [], len(lengths)
-    while end:
-        cuts.append((best[end][1], end))
-        end = best[end][1]
-    limits = max_rows or math.inf, max_tokens or math.inf
-    return [part for start, end in cuts[::-1] for part in divide_group(lengths, start, end, *limits)]
-
-
-def divide_group(lengths, start, end, max_rows, max_tokens):
-    """Split a group into parts (start, end) within both limits. A row of more than max_tokens is one part."""
-    for i in range(start + 1, end):
-        rows = i - start + 1                   # rows start to i; row i is the longest
-        if rows > max_rows or rows * lengths[i] > max_tokens:
-            yield start, i
-            start = i
-    yield start, end
+            least, start = min((best[i][0] + (end - i) * longest + cost, i) for i in best)
+            best[end] = least, [*best[start][1], (start, end)]
+    return best[len(lengths)][1]
 
 
 def restore_order(x, batch):

@@ -16,7 +16,7 @@ WEIGHTS = {"linear.weight": torch.linspace(-3, 3, 8 * 32).sin().view(8, 32)}
 PROMPTS = dict(query="q ", document="p ", topic="t ")
 
 
-def write_folder(bert, folder, pooling, *more, default=None, subfolder="", **settings):
+def write_folder(bert, folder, pooling, *more, default=None, **settings):
     """Copy the model `bert` to a folder in the format of sentence-transformers.
 
     pooling    config of the Pooling module
@@ -24,8 +24,8 @@ def write_folder(bert, folder, pooling, *more, default=None, subfolder="", **set
     default    name of the default prompt; None: the folder has no prompts
     settings   settings of the module Transformer
     """
-    shutil.copytree(bert, folder / subfolder, dirs_exist_ok=True)
-    modules = [dict(path=subfolder, type="sentence_transformers.models.Transformer")]
+    shutil.copytree(bert, folder, dirs_exist_ok=True)
+    modules = [dict(path="", type="sentence_transformers.models.Transformer")]
     for i, (kind, config, tensors) in enumerate([("Pooling", pooling, {}), *more], 1):
         modules.append(dict(path=f"{i}_{kind}", type=f"sentence_transformers.any.module.{kind}"))
         (folder / f"{i}_{kind}").mkdir()
@@ -33,7 +33,7 @@ def write_folder(bert, folder, pooling, *more, default=None, subfolder="", **set
         if tensors:
             save_file(tensors, folder / f"{i}_{kind}" / "model.safetensors")
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / subfolder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
     if default:
         prompts = dict(prompts=PROMPTS, default_prompt_name=default)
         (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
@@ -41,12 +41,11 @@ def write_folder(bert, folder, pooling, *more, default=None, subfolder="", **set
 
 
 def test_saved_settings_are_applied_and_saved_again(folder_of, tmp_path):
-    """The folder has a linear head, a sub-folder, prompts, lower case, normalisation and a maximum length.
+    """The folder has a linear head, prompts, lower case, normalisation and a maximum length.
     Prompts that no column uses are saved again, too."""
     bert, out = folder_of("Bert"), tmp_path / "out"            # one token per character
     folder = write_folder(bert, tmp_path / "a", dict(pooling_mode="mean"), ("Dense", HEAD, WEIGHTS),
-                          ("Normalize", {}, {}), default="topic", subfolder="0_Transformer",
-                          max_seq_length=9, do_lower_case=True)
+                          ("Normalize", {}, {}), default="topic", max_seq_length=9, do_lower_case=True)
     model = make_encoder(folder, evaluate=True).eval()
     save(model, out)
     z = embed_saved(bert, ["tamanea", "titisda", "tnobody"], "avg") @ WEIGHTS["linear.weight"].T

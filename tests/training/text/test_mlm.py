@@ -26,7 +26,8 @@ def test_masked_lm_loss(chosen, draw, becomes, chunks, bert, monkeypatch):
     run = SimpleNamespace(args=SimpleNamespace(max_length=64, model=bert, **chunks),
                           device=torch.device("cpu"), bf16=False)
     model = SentenceEncoder(lm.base_model, tokenizer, run, "avg")
-    model.lm = untie_decoder(lm)
+    model.lm = lm
+    untie_decoder(lm)
     decoder, embeddings = lm.get_output_embeddings(), lm.get_input_embeddings()
     torch.nn.init.normal_(decoder.bias)
     assert decoder.weight is not embeddings.weight and equal(decoder.weight, embeddings.weight)
