@@ -378,7 +378,8 @@ def main(argv=None):
         run.log_metrics(logged, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
         if run.eval_due:
             classifier.evaluate_and_save(model, dev, args, run)
-    classifier.finish_run(run, args)
+    skipped = run.extra_state["skipped"]
+    classifier.finish_run(run, args, f"{skipped} steps skipped, " if skipped else "")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def precision_recall(scores, facts, total, form="paper"):
     total     number of facts in the file, including facts without a bag; see load_bags
     form      "paper" | "code"; with "code", p@N is the precision of the first N + 1 pairs
     returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean" (their mean)} in percent; p@N is missing if
-              there are too few pairs. "curve": list of the precision (0 to 1) at 1 %, 2 %, ... of recall
+              there are too few pairs
     """
     order = scores[:, 1:].flatten().sort(descending=True, stable=True).indices
     hits = facts[:, 1:].flatten()[order].double().cumsum(0)
@@ -188,12 +188,9 @@ def precision_recall(scores, facts, total, form="paper"):
     found |= {f"p@{n}": precision[i] for n, i in at.items() if i < len(hits)}
     if "p@300" in found:
         found["p_mean"] = (found["p@100"] + found["p@200"] + found["p@300"]) / 3
-    found = {name: 100 * value.item() for name, value in found.items()}
-    levels = torch.arange(1, 101, dtype=recall.dtype, device=recall.device) / 100
-    places = torch.searchsorted(recall, levels - 1e-9)         # 1e-9 allows for rounding in `recall`
-    return found | {"curve": precision[places[places < len(recall)]].tolist()}
+    return {name: 100 * value.item() for name, value in found.items()}
 
 
 def format_scores(scores):
-    """Format the scores of precision_recall as text, without the curve."""
-    return ", ".join(f"{name} {x:.2f}" for name, x in scores.items() if name not in ("step", "curve"))
+    """Format the scores of precision_recall as text."""
+    return ", ".join(f"{name} {x:.2f}" for name, x in scores.items() if name != "step")

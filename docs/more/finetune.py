@@ -15,8 +15,7 @@ Data and defaults are those of childtuning.py. --contrast-set has the columns of
 Expected: the score on --dev rises. docs/results.md lists scores of our runs.
 --form code is R-Drop's released code: L = (CE1 + CE2) / 2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), with KL summed over
 the batch.
-Departures in both forms: SCL is a mean, not a sum, over the texts with a positive. Steps whose gradient is
-not finite are skipped.
+Departure in both forms: SCL is a mean, not a sum, over the texts with a positive.
 """
 import math
 import os
@@ -218,9 +217,7 @@ def main(argv=None):
     warmup = math.ceil(args.warmup_ratio * total)
     args.eval_every = args.eval_every or epoch
     optimizer = torch.optim.AdamW(decay_groups(model, args.weight_decay), args.lr)
-    run.extra_state["skipped"] = 0
     run.begin(model, optimizer, total)
-    logged = {"loss": math.nan}
     for step, batch in run.steps(total, len(data["train"])):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
         rows = [data["train"][i] for i in batch[own_rows(len(batch))]]
@@ -228,16 +225,11 @@ def main(argv=None):
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
-        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
-            optimizer.step()
-        else:
-            run.extra_state["skipped"] += 1
-            values = logged                                    # the loss may be NaN: log the previous values
-            log("note", f"step {step}: the gradient is not finite; the step is skipped")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
         if step == total:
-            values = values | score_contrast_set(model, data)
-        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"], skipped=run.extra_state["skipped"])
-        logged = run.values
+            values |= score_contrast_set(model, data)
+        run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
             classifier.evaluate_and_save(model, data["dev"], args, run)
     classifier.finish_run(run, args)

@@ -32,11 +32,10 @@ def loading(label):
         remote_code.TIME_OUT_REMOTE_CODE = before
 
 
-def read_config(label, name, subfolder="", overrides=(), hint=""):
+def read_config(label, name, overrides=(), hint=""):
     """Return the transformers config of a folder or hub name, without settings that name code to run.
 
     label      how messages name the model, such as "--model NAME"
-    subfolder  folder with config.json, inside the model's folder
     overrides  {name: value} of settings that replace those in config.json
     hint       end of the message about an unknown name, such as ", or use resnet-18"
     """
@@ -45,12 +44,11 @@ def read_config(label, name, subfolder="", overrides=(), hint=""):
         fail(f"{label}: a file, expected a folder with a config.json and the weights, or a hub name")
     if not local:
         log("hub", f"{name} is downloaded, unless it is in the cache")
-    elif not Path(name, subfolder, "config.json").is_file():
+    elif not Path(name, "config.json").is_file():
         fail(f"{label}: no config.json in this folder; expected a model of the transformers library")
     with loading(label):
         try:
-            source = dict(subfolder=subfolder, trust_remote_code=False)
-            config = AutoConfig.from_pretrained(name, **source, **dict(overrides))
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False, **dict(overrides))
         except Exception as error:
             if local or "custom code" in str(error):
                 raise

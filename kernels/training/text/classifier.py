@@ -259,12 +259,12 @@ def evaluate_and_save(model, rows, args, run):
     save_transformer(run, model, model.tokenizer, "text-classification", text, LOAD.format(args.out))
 
 
-def finish_run(run, args):
-    """End the run. Print the scores, the number of skipped steps, and the code that loads the saved model."""
-    scores, skipped = dict(run.extra_state["saved"]), run.extra_state["skipped"]
+def finish_run(run, args, text=""):
+    """End the run. Print the scores of the saved model, `text`, and the code that loads this model."""
+    scores = dict(run.extra_state["saved"])
     scores.pop("step")
     shown = f"{describe_scores(scores, args.labels)} on --dev, " if scores else ""
-    run.finish(shown + (f"{skipped} steps skipped, " if skipped else ""))
+    run.finish(shown + text)
     log("load", LOAD.format(args.out))
 
 
