@@ -377,11 +377,10 @@ def format_scores(scores):
     return f"{losses}, accuracy {scores['accuracy']:.2f} %, token similarity by layer {layers}"
 
 
-def save_student(model, run, load_command):
+def save_student(model, run):
     """Write the encoder to --out in transformers' format, without heads and teacher."""
     tokenizer = copy.deepcopy(model.tokenizer)  # the thread of stream_pairs may be using the original
-    text = f"An encoder to fine-tune. {format_scores(run.extra_state['saved'])}".strip()
-    save_transformer(run, model.encoder, tokenizer, "feature-extraction", text, load_command)
+    save_transformer(run, model.encoder, tokenizer)
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -424,7 +423,7 @@ def main(argv=None):
         optimizer.step()
         run.log_metrics(dict(values), lr=optimizer.param_groups[0]["lr"])
         if run.eval_due and run.should_save(evaluate(model, dev, args, teacher) if dev else {}):
-            save_student(model, run, load_command)             # always saved: the last model is kept (paper)
+            save_student(model, run)                           # always saved: the last model is kept (paper)
     change = ""
     if dev:
         before, after = run.extra_state["before"], run.extra_state["saved"]

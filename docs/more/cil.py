@@ -77,7 +77,7 @@ def make_parser():
         lr=(None, "2e-5 (released scripts), 5e-4 with --model scratch; linear decay to 0"),
         warmup_steps=(None, "500 (NYT10-D; NYT10-M 400, KBP 250, GDS 20), 40 with --model scratch"),
         eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
+    parser.add_shared_flags("--chunk-size")
     add("--contrastive-weight", type=at_least(0), default=10.0,
         help="weight of the contrastive loss; 0: off; default 10 (released code), to which it rises from 0")
     add("--mlm-weight", type=at_least(0), default=0.1,
@@ -215,7 +215,7 @@ def encode(model, batch):
             starts = [(ids == mark).int().argmax(1) for mark in model.marks[::2]]
             return model.sentence(torch.cat([hidden[rows, start] for start in starts], 1)).float()
 
-    return restore_order(embed_in_chunks(embed, batch, model if model.in_chunks else None), batch)
+    return restore_order(embed_in_chunks(embed, batch, model if model.chunk_size else None), batch)
 
 
 def compute_loss(model, batch, rows, args, schedule=1.0):
@@ -307,8 +307,7 @@ def main(argv=None):
             scores = evaluate(model, dev, args) if dev else {}
             by, shown = ("auc", f"{scores['auc']:.2f}") if dev else (None, "")
             if run.should_save(scores, by, shown):
-                text = f"cil.py adds heads.safetensors. {cil_bags.format_scores(run.extra_state['saved'])}"
-                save_transformer(run, model.lm, model.tokenizer, "feature-extraction", text, load_command,
+                save_transformer(run, model.lm, model.tokenizer,
                                  {"heads.safetensors": model.heads.state_dict()})
     before, after = run.extra_state["before"], run.extra_state["saved"]
     names = ("auc", "f1") if dev else ()

@@ -208,7 +208,7 @@ def encode(model, batch, args):
         with changed_embeddings(model.encoder, args, mask, *more):
             return model.pool(ids, mask)
 
-    return restore_order(embed_in_chunks(embed, batch, model if model.in_chunks else None), batch)
+    return restore_order(embed_in_chunks(embed, batch, model if model.chunk_size else None), batch)
 
 
 def add_adversarial_noise(model, batch, rows, args):

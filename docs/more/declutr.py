@@ -185,7 +185,7 @@ def masked_embeddings(model, batch, impl="auto"):
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 
-    found = embed_in_chunks(embed_group, batch, model.lm if model.in_chunks else None)
+    found = embed_in_chunks(embed_group, batch, model.lm if model.chunk_size else None)
     z, sums = found.split([found.shape[1] - 2, 2], 1)
     return restore_order(z, batch), share_of_mean(sums)
 

@@ -64,7 +64,7 @@ def make_parser():
         batch_size=(None, "12 (released code)"), epochs=(None, "5 (released code), 20 with --model scratch"),
         lr=(None, "2e-3 (released code), 20 with --model scratch; the rate of step t is this value times "
                   "min(t^-½, t · 10,000^-1½)"))
-    parser.add_shared_flags("--chunk-size", "--chunk-tokens")
+    parser.add_shared_flags("--chunk-size")
     add("--candidate-length", type=at_least(3, int), default=120,
         help="truncate training candidates to this many tokens; default 120 (released code; use 80 for XSum)")
     add("--margin", type=at_least(0), default=0.01,

@@ -71,9 +71,6 @@ SHARED_FLAGS = {
     "--chunk-size": dict(group="training", type=at_least(1, int),
                          help="encode this many rows at a time to save memory (GradCache); gradients are "
                               "those of the full batch, except for batch norms; default the whole batch"),
-    "--chunk-tokens": dict(group="training", type=at_least(1, int),
-                           help="like --chunk-size, but a limit on the number of tokens (with padding) that "
-                                "are encoded at a time; default no limit"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
     "--steps": dict(group="training", type=at_least(1, int), help="number of training steps"),
     "--lr": dict(group="training", type=at_least(0), help="learning rate"),
@@ -272,7 +269,7 @@ def text_flags(parser, **defaults):
     usual = dict(max_length=(32, "32 (paper)"), temperature=(0.05, "0.05 (paper)"), impl="auto",
                  prompt=(None, "as saved with --model, else none"))
     run_flags(parser, **usual | defaults)
-    parser.add_shared_flags("--dev", "--dev-columns", "--test", "--chunk-size", "--chunk-tokens")
+    parser.add_shared_flags("--dev", "--dev-columns", "--test", "--chunk-size")
 
 
 def image_flags(parser, model, **defaults):

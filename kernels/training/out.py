@@ -1,4 +1,4 @@
-"""The output folder of a run: checks of --out, atomic writes, model cards, and checksums of inputs."""
+"""The output folder of a run: checks of --out, atomic writes, and checksums of inputs."""
 import contextlib
 import fcntl
 import hashlib
@@ -8,8 +8,6 @@ import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
-
-from kernels import VERSION
 
 from .errors import fail
 from .flags import input_values
@@ -113,33 +111,6 @@ def save_tokenizer(tokenizer, folder):
     """Save a tokenizer. First remove the truncation that text.tokens.tokenise has set in the tokenizer."""
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.save_pretrained(folder)
-
-
-def write_card(folder, run, kind, tags, description, load_code):
-    """Write README.md, the model card of a saved model.
-
-    kind          the card's pipeline_tag, a term of the Hugging Face hub
-    tags          tags of the card; the first is also its library_name, the library that loads the model
-    load_code     line of Python that loads the model
-    """
-    best = run.extra_state["saved"].items()
-    scores = ", ".join(f"{name} {value:.4g}" for name, value in best if isinstance(value, (int, float)))
-    card = f"""---
-library_name: {tags[0]}
-pipeline_tag: {kind}
-tags: [{", ".join(tags)}]
----
-# {run.out.name}
-
-{description}
-Trained by {run.script.name} from {run.args.model} on {Path(str(run.args.data)).name}: {scores}.
-All settings are in args.json, the training metrics in metrics.jsonl. The copy of {run.script.name} needs the
-package kernels {VERSION}.
-
-    {load_code}
-"""
-    with open(folder / "README.md", "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(card)
 
 
 def fingerprints(args):

@@ -137,29 +137,23 @@ class Run:
             more = dict(command=self.args.command, kernels=VERSION)
             json.dump(self.settings() | more, file, indent=1)
 
-    def steps(self, total, rows=None, min_rows=2, order=None):
+    def steps(self, total, rows=None, min_rows=2):
         """Yield (step, row indices of the global batch) for each remaining step.
 
         After each step, write metrics and state if they are due, and stop if a signal came.
 
-        rows       number of rows to sample from, or a list of row indices. None: yield None as row indices
+        rows       number of rows to sample from. None: yield None as row indices
         min_rows   skip the last batch of an epoch if it has fewer rows than this
-        order      function, used instead of `rows`: order(step) iterates over the row indices of each batch
-                   after `step`. All ranks must get the same indices, also after --resume
         """
-        args = self.args
-
-        def random_order(step):
-            if rows is None:
-                return itertools.repeat(None)
-            return batches(rows, args.batch_size, args.seed, step, min_rows)
-
+        args, order = self.args, itertools.repeat(None)
+        if rows is not None:
+            order = batches(rows, args.batch_size, args.seed, self.step, min_rows)
         self.signals = []
         self.clock.start(self.step)
         # the first step whose loss is not finite, or 0; on the device, so that no step waits for the GPU
         self.first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         with signals_handled_by(self.on_signal):
-            for step, batch in zip(range(self.step + 1, total + 1), (order or random_order)(self.step)):
+            for step, batch in zip(range(self.step + 1, total + 1), order):
                 self.step, self.values, self.shown_score = step, None, ""
                 self.eval_due = step % args.eval_every == 0 or step == total
                 yield step, batch

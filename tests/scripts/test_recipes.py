@@ -130,9 +130,9 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
     rows = [[name, *row[:2]] for name, row in zip(names, NLI)]
     file = write_table(tmp_path / "mixed.csv", ["dataset", *COLUMNS[:2]], rows)
     args = SimpleNamespace(data=file, batch_size=4, seed=1)
-    order = importlib.import_module("mixed").one_dataset_per_batch(args, 400)
-    found = [*order(0)]
-    assert [*order(7)] == found[7:] and len(found) == 400
+    order = importlib.import_module("mixed").one_dataset_per_batch
+    found = [*order(args, 0, 400)]
+    assert [*order(args, 7, 400)] == found[7:] and len(found) == 400
     kinds = ["".join(sorted({names[i] for i in batch})) for batch in found]
     assert {*kinds} == {"a", "b"} and abs(kinds.count("a") / 400 - 24 / 35) < 0.07
     assert all(len(batch) == len({*batch}) == 4 for batch in found)
@@ -142,7 +142,7 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
     flags = ["--data", file, "--model", bert, "--pooling", "avg", "--steps", 6, "--max-length", 512,
              "--columns", *COLUMNS[:2], "--batch-size", 4]
     result = run("mixed", tmp_path / "out", *flags)
-    first = next(importlib.import_module("mixed").one_dataset_per_batch(result.args, 6)(0))
+    first = next(importlib.import_module("mixed").one_dataset_per_batch(result.args, 0, 6))
     z1, z2 = (embed_saved(bert, texts, "avg") for texts in zip(*(NLI[i][:2] for i in first)))
     assert result.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
 

@@ -11,7 +11,7 @@ from transformers import AutoModel, ResNetConfig, ResNetModel
 from kernels import embed_in_chunks
 
 from ..errors import fail
-from ..out import atomic_output, write_card
+from ..out import atomic_output
 from ..pretrained import loading, read_config, read_json
 
 SMALL_SIZE = 32                                                # largest side in pixels of a small view
@@ -144,8 +144,8 @@ def load_head(name, flag="--model"):
 
 
 def save_encoder(model, run, size):
-    """Save an ImageEncoder to --out, on rank 0: the encoder in the format of transformers, the head, the
-    settings of the image processor for views of `size` pixels, and a model card."""
+    """Save an ImageEncoder to --out, on rank 0: the encoder in the format of transformers, the head, and the
+    settings of the image processor for views of `size` pixels."""
     if run.rank:
         return
     encoder = model.encoder
@@ -156,12 +156,6 @@ def save_encoder(model, run, size):
         encoder.save_pretrained(aside)
         save_head(model.head, aside)
         (aside / "preprocessor_config.json").write_text(json.dumps(settings))
-        text = (f"Image encoder: {model.feature_dim} features for each image, to be compared by cosine "
-                "similarity. AutoImageProcessor prepares the input.")
-        if isinstance(encoder, SmallImageResNet):
-            text += "\nIts first layer is made for small images; transformers' AutoModel cannot load it."
-        tags = ["transformers", "image-feature-extraction"]
-        write_card(aside, run, "image-feature-extraction", tags, text, load_hint(model, run))
 
 
 def load_hint(model, run):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..out import atomic_output, save_tokenizer, write_card
+from ..out import atomic_output, save_tokenizer
 from ..pretrained import find_file, loading, read_json
 
 POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-transformers' name: our name
@@ -134,7 +134,7 @@ def save(model, run):
     """Write a SentenceEncoder into --out, so that transformers and sentence-transformers can load it."""
     if run.rank:
         return
-    encoder, width = model.encoder, model.encoder.config.hidden_size
+    encoder = model.encoder
     head = list(model.head) if model.keep_head else []
     weights = encoder.state_dict()
     if hasattr(encoder, "pooler"):
@@ -158,10 +158,6 @@ def save(model, run):
         if any(model.prompts) or model.all_prompts:
             settings = dict(similarity_fn_name="cosine", **prompts_to_save(model))
             (aside / "config_sentence_transformers.json").write_text(json.dumps(settings, indent=1))
-        size = head[-2].out_features if head else width
-        text = f"Sentence embeddings with {size} dimensions and {model.pooling} pooling, compared by cosine."
-        tags = ["sentence-transformers", "sentence-similarity", "feature-extraction"]
-        write_card(aside, run, "sentence-similarity", tags, text, load_hint(model, run))
 
 
 def modules_after_encoder(model, head):
@@ -228,11 +224,10 @@ def load_hint(model, run):
     return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}")'
 
 
-def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
-    """On rank 0, write a model, its tokenizer and a model card into --out, in transformers' format.
+def save_transformer(run, model, tokenizer, more=None):
+    """On rank 0, write a model and its tokenizer into --out, in transformers' format.
 
-    kind, text, load_code   passed to write_card as kind, description and load_code
-    more                    tensors to write into further files: {file name: {name: tensor}}
+    more    tensors to write into further files: {file name: {name: tensor}}
     """
     if run.rank:
         return
@@ -241,4 +236,3 @@ def save_transformer(run, model, tokenizer, kind, text, load_code, more=None):
         save_tokenizer(tokenizer, aside)
         for name, tensors in (more or {}).items():
             save_file({part: tensor.cpu() for part, tensor in tensors.items()}, aside / name)
-        write_card(aside, run, kind, ["transformers"], text, load_code)

@@ -255,8 +255,7 @@ def evaluate_and_save(model, rows, args, run):
     run.should_save(scores)                                    # only records the scores: every model is saved
     if scores:
         log("dev", f"step {run.step:,}: {describe_scores(scores, args.labels)}")
-    text = f"{args.task.capitalize()} of text. A pair is {{\"text\": ..., \"text_pair\": ...}}."
-    save_transformer(run, model, model.tokenizer, "text-classification", text, LOAD.format(args.out))
+    save_transformer(run, model, model.tokenizer)
 
 
 def finish_run(run, args, text=""):

@@ -49,8 +49,7 @@ class SentenceEncoder(torch.nn.Module):
         self.head, self.keep_head = None, False
         self.head_origin = ""
         self.device, self.bf16 = run.device, run.bf16
-        self.chunk_limits = [getattr(run.args, name, None) for name in ("chunk_size", "chunk_tokens")]
-        self.in_chunks = any(self.chunk_limits)
+        self.chunk_size = getattr(run.args, "chunk_size", None)
         encoder.config.output_hidden_states = pooling in AVERAGED_LAYERS
         self.no_cache = {"use_cache": False} if hasattr(encoder.config, "use_cache") else {}   # no KV cache
         self.max_length = min(saved.max_length, longest_input(encoder, tokenizer))
@@ -71,7 +70,7 @@ class SentenceEncoder(torch.nn.Module):
         """
         flat, padding = [ids for view in views for ids in view], self.tokenizer.pad_token_id or 0
         groups = []
-        for indices in group_by_length([len(ids) for ids in flat], self.device, *self.chunk_limits):
+        for indices in group_by_length([len(ids) for ids in flat], self.device, self.chunk_size):
             lengths = torch.tensor([len(flat[i]) for i in indices])
             ids = pad([flat[i] for i in indices], padding)
             mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -92,7 +91,7 @@ class SentenceEncoder(torch.nn.Module):
 
     def forward(self, batch):
         """Embed a batch made by self.batch(). Return (rows, H) float32, in row order."""
-        module = self.encoder if self.in_chunks else None
+        module = self.encoder if self.chunk_size else None
         return restore_order(embed_in_chunks(lambda group: self.pool(*group[1:]), batch, module), batch)
 
     def pool(self, ids, mask):

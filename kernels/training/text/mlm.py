@@ -65,7 +65,7 @@ def masked_lm_loss(model, batch, impl="auto", protected=None):
     """Mask tokens of a batch from SentenceEncoder.batch. Return this rank's part of the mean cross entropy of
     the chosen tokens of all ranks. embed_masked explains `protected`."""
     sums = embed_in_chunks(lambda group: embed_masked(model, group, impl, protected)[1], batch,
-                           model.lm if model.in_chunks else None)
+                           model.lm if model.chunk_size else None)
     return share_of_mean(sums)
 
 

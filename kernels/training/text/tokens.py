@@ -1,6 +1,5 @@
 """Tokenise sentences, store their tokens in files, and group them by length into batches."""
 import itertools
-import math
 
 import numpy as np
 import torch
@@ -115,24 +114,18 @@ class TokenRows:
         return [columns[i % self.columns] for i in range(count)]
 
 
-def group_by_length(lengths, device, max_rows=None, max_tokens=None):
+def group_by_length(lengths, device, max_rows=None):
     """Divide sequences into groups of least total cost. Each group will be padded to one tensor; it costs its
     number of tokens, including padding, plus GROUP_COST.
 
     max_rows    maximum number of sequences in a group, or None
-    max_tokens  maximum number of tokens in a group, with padding, or None. A longer sequence is its own group
     returns     [[index of a sequence, ...] per group]
     """
-    max_rows, max_tokens = max_rows or math.inf, max_tokens or math.inf
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    ascending, groups = [lengths[i] for i in order], []
-    for start, end in cheapest_groups(ascending, GROUP_COST[device.type]):
-        for i in range(start + 1, end):        # split groups that exceed a limit
-            rows = i - start + 1               # rows start to i; row i is the longest
-            if rows > max_rows or rows * ascending[i] > max_tokens:
-                groups.append(order[start:i])
-                start = i
-        groups.append(order[start:end])
+    groups = []
+    for start, end in cheapest_groups([lengths[i] for i in order], GROUP_COST[device.type]):
+        size = max_rows or end - start
+        groups += [order[i : min(end, i + size)] for i in range(start, end, size)]
     return groups
 
 

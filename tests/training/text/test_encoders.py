@@ -39,10 +39,9 @@ def test_embeddings_match_the_definition(pooling, use, bert, monkeypatch):
     torch.testing.assert_close(model.embed_texts(TEXTS), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("limits", [dict(chunk_size=2), dict(chunk_size=2, chunk_tokens=50)])
-def test_chunks_give_the_gradients_of_the_whole_batch(limits, bert):
+def test_chunks_give_the_gradients_of_the_whole_batch(bert):
     gradients = []
-    for given in ({}, limits):
+    for given in ({}, dict(chunk_size=2)):
         model = make_encoder(bert, pooling="avg", **given)
         z = model(model.batch(tokens.tokenise(TEXTS, model.tokenizer, 32)[0]))
         z.square().sum().backward()

@@ -46,11 +46,9 @@ def test_tokens_are_those_of_each_text(at_once, side, tmp_path, bert, monkeypatc
     assert "4 of 6 training rows truncated to 8 tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limits, expected", [
-    ((None, 12), [[2, 3, 4], [5, 6], [7], [40]]), ((2, 12), [[2, 3], [4, 5], [6], [7], [40]])])
-def test_rows_and_tokens_of_a_group_are_limited(limits, expected, monkeypatch):
-    """Sequences enter groups in the order of their lengths. A sequence above max_tokens is alone."""
+def test_rows_of_a_group_are_limited(monkeypatch):
+    """Sequences enter groups in the order of their lengths."""
     monkeypatch.setitem(tokens.GROUP_COST, "cpu", 10**9)
     lengths = [7, 3, 40, 4, 2, 6, 5]
-    groups = group_by_length(lengths, SimpleNamespace(type="cpu"), *limits)
-    assert [[lengths[i] for i in group] for group in groups] == expected
+    groups = group_by_length(lengths, SimpleNamespace(type="cpu"), 3)
+    assert [[lengths[i] for i in group] for group in groups] == [[2, 3, 4], [5, 6, 7], [40]]
