@@ -102,7 +102,8 @@ def test_noise_is_along_the_gradient(bert):
     batch = consert.make_batch(model, SimpleNamespace(views=lambda *_: rows), range(7))
     torch.manual_seed(0)                                       # the same order of tokens in all passes
     noisy = consert.add_adversarial_noise(model, batch, 7, args)
-    for *_, mask, view, noise in noisy:
+    for places, _, mask, view, noise in noisy:
+        assert torch.equal(view, places // 7)
         torch.testing.assert_close(noise.norm(dim=2), 0.1 * (mask * (view == 0)[:, None]).float())
 
     def loss(scale):
