@@ -7,8 +7,8 @@ import torch
 from good import write_good_files
 from transformers import AutoModel
 
-from command import DATA, train
 from families import small_model
+from running import DATA, train
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import torch
 from good import change_files, with_settings, words
 from safetensors.torch import load, save
 
-from command import run
+from running import run_command
 
 # ── functions that set a condition in the process of a command, before the command runs ──
 
@@ -137,7 +137,7 @@ def check_refusal(done, script, message):
 def test_mistakes(command, made, message, condition, here):
     change_files(here, made)
     before = files_in(here)
-    done = run(words(command), here, setup=condition)
+    done = run_command(words(command), here, setup=condition)
     check_refusal(done, command.split()[0], message)
     assert files_in(here) == before
 
@@ -147,7 +147,7 @@ def test_mistakes(command, made, message, condition, here):
     ("simcse --ignore-equal --data a.csv", {"a.csv": "A dog,A cat\n" * 9}, "--ignore-equal | no negatives")])
 def test_mistakes_during_training(command, made, message, here):
     change_files(here, made)
-    check_refusal(run(words(command), here), command.split()[0], message)
+    check_refusal(run_command(words(command), here), command.split()[0], message)
 
 
 @pytest.mark.parametrize("script, keep, message", [
@@ -155,6 +155,6 @@ def test_mistakes_during_training(command, made, message, here):
     ("moco --eval-every 1", {"state.pt", "model.safetensors"}, "finite | checkpoint of step 1 | --lr")])
 def test_loss_that_is_not_finite(script, keep, message, here):
     """The run ends with exit code 2 and one line. If it has saved a checkpoint, the checkpoint remains."""
-    done = run(words(f"{script} --lr 1e18 --steps 3"), here)
+    done = run_command(words(f"{script} --lr 1e18 --steps 3"), here)
     check_refusal(done, script.split()[0], message)
     assert keep == {path.name for path in (here / "out").iterdir()} & {"state.pt", "model.safetensors"}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
-from command import DATA, train
+from running import DATA, train
 
 # {name: (fixture of the model, flags of the run)}
 FOLDERS = {"mean": ("bert", ["--pooling", "avg"]),
