@@ -64,19 +64,6 @@ def cwd(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """Return the output folder of a finished run of simcse.py on good.csv, for --model or --resume."""
-    import simcse
-    from running import GOOD, KEPT
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        Path("good.csv").write_text(GOOD)
-        simcse.main([*KEPT, "--out", "out"])
-    return folder / "out"
-
-
-@pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
     """Return a function: folder_of("Bert") is the folder of a small random model of this architecture."""
     from families import small_model

@@ -38,22 +38,6 @@ def topk(n, impl, **arguments):
     return torch.cat([products, found.masked_fill(columns < 0, -torch.inf)])
 
 
-def of_ranks(loss, first, second):
-    """Return a function that computes a loss as the sum of the shares of three ranks, one after the other.
-
-    first, second   names of the arguments that all ranks gather
-    """
-    def f(impl, **arguments):
-        pair, total = (arguments.pop(first), arguments.pop(second)), 0
-        for rank in range(3):
-            own, rows = kernels.own_rows(len(pair[0]), rank, 3), len(pair[0])
-            share = loss(*(x[own] for x in pair), gathered=pair, offset=own.start, impl=impl, **arguments)
-            total = total + share * ((own.stop - own.start) / rows)
-        return total
-    f.__name__ = f"{loss.__name__} of three ranks"
-    return f
-
-
 T, N, M = torch.tensor(0.1).double(), torch.arange(37), torch.arange(53)
 Q, K = unit_rows(37, 1), unit_rows(53, 2).T.contiguous().T     # K is stored column by column
 QUEUE = unit_rows(61, 3)
@@ -103,15 +87,6 @@ CASES = {
                anchor=Q, positive=K[:37] * (1 + N[:, None] / 9), negative=QUEUE[:37]),
         *cases(kernels.margin_loss, formulas.margin_loss, {}, dict(margin=1.4),
                x1=Q, x2=K[:37], same=N % 3 == 0)],
-    "losses of ranks": [
-        *cases(of_ranks(kernels.nt_xent, "z1", "z2"), formulas.nt_xent, {},
-               dict(z1=TILES["q"][:75], z2=TILES["k"][:75]), dict(z1=LARGE["q"][:530], z2=LARGE["k"][:530]),
-               z1=Q, z2=K[:37], temperature=T),
-        *cases(of_ranks(kernels.clip_loss, "image", "text"), formulas.clip_loss, {}, LONG_PAIRS,
-               image=Q, text=K[:37], temperature=T),
-        *cases(of_ranks(kernels.sup_con_loss, "z", "labels"), formulas.sup_con_loss, {},
-               dict(z=LARGE["q"][:1030].view(515, 2, 20), labels=torch.arange(515) * 3 % 400),
-               z=VIEWS, labels=LABELS, temperature=T)],
     "similarity_lse": [
         *cases(kernels.similarity_lse, formulas.similarity_lse, *MASKS, TILES | dict(exclude="diagonal"),
                LARGE, LARGE | dict(exclude="diagonal", offset=7), q=Q, k=K, temperature=T),
@@ -119,7 +94,8 @@ CASES = {
                dict(exclude="pair"), dict(exclude=(N[:36] % 5, N[:36] % 7)),
                dict(q=3 * Q[:36], exclude="diagonal", normalize=True),
                dict(q=LARGE["q"][:1030], exclude="pair"), q=Q[:36], temperature=T)],
-    "similarity_topk": cases(topk, formulas.similarity_topk, *MASKS, TILES, LARGE, q=Q, k=K, n=11)}
+    "similarity_topk": cases(topk, formulas.similarity_topk, *MASKS, LARGE, *(
+        TILES | dict(n=n) for n in (1, 64, 65)), q=Q, k=K, n=11)}
 
 
 @pytest.mark.parametrize("name", CASES)

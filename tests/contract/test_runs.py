@@ -308,12 +308,3 @@ def test_processes_equal_one(case, tmp_path, places):
     several = train_ranks(3, [*words, *["--chunk-size", 3] * has_chunks], tmp_path / "three")
     assert len(losses) >= 3 and several[0] == pytest.approx(losses, rel=1e-5, abs=1e-5)
     assert norms and several[1] == pytest.approx(norms, rel=1e-4)
-
-
-def test_the_first_command_of_the_readme(tmp_path):
-    """README's first command prints the scores that README shows."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    command = re.search(r"python simcse\.py (--model scratch .*?) --out out/first$", readme, re.M)[1]
-    words = [ROOT / word if word.startswith("tests/") else word for word in command.split()]
-    printed = train(["simcse", *words, "--out", "out"], tmp_path)
-    assert "dev Spearman 41.57 → 79.30 at step 57" in printed and "41.57 → 79.30 at step 57" in readme

@@ -3,12 +3,20 @@ of the papers' losses, or run the losses without Triton."""
 import itertools
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
-from comparing import DEVICE, GPU, LOSSES, both_impls, differentiate, every_impl, positive_pairs, unit_rows
-from torch.utils._python_dispatch import TorchDispatchMode
+from comparing import (
+    DEVICE,
+    GPU,
+    LOSSES,
+    Memory,
+    both_impls,
+    differentiate,
+    every_impl,
+    positive_pairs,
+    unit_rows,
+)
 
 import vascl
 from dclr import dclr_loss, noise_negatives
@@ -121,29 +129,6 @@ def test_a_queue_may_change_before_backward(impl):
 
 
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Memory(TorchDispatchMode):
-    """Measure the peak MiB of tensors that PyTorch's operations return, without buffers inside operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.allocated, self.peak = 0, 0
-        self.seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            storage = x.untyped_storage() if torch.is_tensor(x) else None
-            if storage is not None and storage not in self.seen:               # views share a storage
-                self.seen.add(storage)
-                self.add(storage.nbytes())
-                weakref.finalize(storage, self.add, -storage.nbytes())
-        return result
-
-    def add(self, size):
-        self.allocated += size / 2**20
-        self.peak = max(self.peak, self.allocated)
 
 
 def dclr_from_rows(z, y, impl, form="paper"):

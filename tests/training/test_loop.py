@@ -1,15 +1,14 @@
-"""Test batch order, learning rates, AdamW without bias correction, and what the ranks of a run exchange, by
-comparison with simple implementations."""
+"""Test batch order, AdamW without bias correction, and what the ranks of a run exchange, by comparison with
+simple implementations. tests/scripts/test_numbers.py tests the learning rates."""
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from kernels import gather_rows, own_rows
 from kernels.training import loop
-from kernels.training.loop import batches, steps_per_epoch, warmup_cosine, warmup_linear
+from kernels.training.loop import batches, steps_per_epoch
 from running import fork_context, free_port
 
 
@@ -38,18 +37,6 @@ def test_last_batch_with_too_few_rows_is_skipped(rows, least):
     sizes = [len(batch) for batch in order(steps + 1, rows=rows, least=least)]
     last = [rows % 4] if rows % 4 >= least else []
     assert sizes == [4] * (rows // 4) + last + [4]             # [4]: first batch of the next epoch
-
-
-@pytest.mark.parametrize("ours, theirs", [(warmup_linear, get_linear_schedule_with_warmup),
-                                          (warmup_cosine, get_cosine_schedule_with_warmup)])
-@pytest.mark.parametrize("total, warmup", [(20, 2), (1079, 108), (1, 1), (5, 0)])
-def test_schedules_equal_those_of_transformers(ours, theirs, total, warmup):
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
-    schedule = theirs(optimizer, warmup, total)
-    for step in range(total):
-        assert ours(step, total, warmup, 2.0) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
-        optimizer.step()
-        schedule.step()
 
 
 def test_uncorrected_adamw_matches_the_formula():
