@@ -3,6 +3,7 @@ import functools
 import importlib.util
 import os
 import platform
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -68,3 +69,16 @@ def folder_of(tmp_path_factory):
     """Return a function: folder_of("Bert") is the folder of a small random model of this architecture."""
     from families import small_model
     return functools.cache(lambda family: small_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def good_files(bert, tmp_path_factory):
+    """Return a folder with small valid inputs of every kind, which good.py writes."""
+    from good import write_good_files
+    return write_good_files(tmp_path_factory.mktemp("good"), bert)
+
+
+@pytest.fixture
+def here(good_files, tmp_path):
+    """Return a new copy of the folder `good_files`."""
+    return shutil.copytree(good_files, tmp_path / "here")

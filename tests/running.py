@@ -21,7 +21,6 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -40,13 +39,6 @@ ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]       
 SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
 
 # ── data and models ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def few_images(folder, rows=40):
-    """Write the first `rows` training and test images of shapes.npz to a new file, and return its path."""
-    with np.load(DATA / "shapes.npz") as file:
-        np.savez(folder / "few.npz", **{key: file[key][:rows] for key in file.files})
-    return folder / "few.npz"
 
 
 def few_pairs(folder, rows=10):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from good import write_good_files
 from transformers import AutoModel
 
 from families import small_model
@@ -48,15 +47,3 @@ def documents(tmp_path_factory):
         parts += [f"{line[:9]}.\n{line[9:18]}.\n" for line in lines[first:first + count]]   # short texts
         Path(folder, name).write_text("\n".join(parts), "utf-8")
     return folder / "train.txt", folder / "held-out.txt"
-
-
-@pytest.fixture(scope="session")
-def good_files(bert, tmp_path_factory):
-    """Return a folder with small valid inputs of every kind, which good.py writes."""
-    return write_good_files(tmp_path_factory.mktemp("good"), bert)
-
-
-@pytest.fixture
-def here(good_files, tmp_path):
-    """Return a new copy of the folder `good_files`."""
-    return shutil.copytree(good_files, tmp_path / "here")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from running import DATA, few_images, run
+from good import words
+from running import run
 
 # ── defaults that depend on other flags or on the data ──────────────────────────────────────────────────────
 
@@ -86,53 +87,40 @@ LINEAR = [1 - step / 10 for step in range(10)]                 # linear decay to
 WARM_UP = [0, *(1 - step / 9 for step in range(9))]            # one of ten steps is warm-up
 COSINE = [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
 WARM_COSINE = [0, 1 / 2, *((1 + math.cos(math.pi * step / 8)) / 2 for step in range(8))]  # 2 steps of warm-up
-TEXT = ["--model", "scratch", "--lr", 1e-3, "--batch-size", 4, "--data"]
-ONE_COLUMN, TRIPLES = [*TEXT, DATA / "sentences.txt"], [*TEXT, DATA / "nli.csv"]
-CHILD_RUN = [*TEXT, DATA / "topics.tsv", "--mode"]
-PICTURES = ["--model", "resnet-small", "--lr", 0.32, "--batch-size", 8, "--probe-epochs", 0,
-            "--data", "IMAGES"]
-MOCO = [*PICTURES, "--queue-size", 16, "--bn-splits", 2]
 ADAM, ROBERTA = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0), dict(betas=(0.9, 0.999), eps=1e-6)
-# {run: (flags, factors of --lr in ten steps, norm to which gradients are clipped or None, settings of each
-# parameter group)}. An epoch of eight images is one step, or two steps with batches of four images.
-RUNS = {
-    "simcse": (TRIPLES, LINEAR, 1, [ADAM]),
-    "selfguided": ([*ONE_COLUMN, "--projection-dim", 16], WARM_UP, 1,
-                   [dict(betas=(0.9, 0.9), eps=1e-6, weight_decay=0)]),
-    "cline": ([*TRIPLES, "--held-out-rows", 0], WARM_UP, 1,
-              [ADAM | dict(weight_decay=0.01), ADAM]),
-    "cline code": ([*TRIPLES, "--held-out-rows", 0, "--form", "code"], WARM_UP, 1,
-                   [ROBERTA | dict(weight_decay=0.01), ROBERTA | dict(weight_decay=0)]),
-    "tacl": ([*TEXT, "DOCUMENTS"], WARM_UP, 1, [ROBERTA | dict(weight_decay=0)]),
-    "ease": ([*TEXT, DATA / "entities.tsv", "--warmup-steps", 1], WARM_UP, 1, [ADAM]),
-    "vascl": ([*ONE_COLUMN, "--neighbours", 2, "--head-lr", 0.1], [1] * 10, None,
-              [ADAM | dict(lr=1e-3), ADAM | dict(lr=0.1)]),
-    "dclr": ([*ONE_COLUMN, "--guide", "GUIDE"], LINEAR, 1, [ADAM]),
-    "childtuning": ([*CHILD_RUN, "F"], WARM_UP, 1,
-                    [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
-    "childtuning code F": ([*CHILD_RUN, "F", "--form", "code"], LINEAR, 1,
-                           [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
-    "childtuning code": ([*CHILD_RUN, "none", "--form", "code"], WARM_UP, 1,
-                         [ADAM | dict(weight_decay=0.01), ADAM]),
-    "simclr": ([*PICTURES, "--batch-size", 4, "--warmup-epochs", 1], WARM_COSINE, None,
-               [dict(trust=0.001, momentum=0.9)]),
-    "simclr sqrt": ([*PICTURES, "--warmup-epochs", 0, "--lr-scaling", "sqrt"], COSINE, None, [{}]),
-    "moco": (MOCO, COSINE, None, [dict(momentum=0.9, nesterov=False, weight_decay=5e-4)]),
-    "moco v1": ([*MOCO, "--v1"], [1] * 6 + [0.1] * 2 + [0.01] * 2, None, [dict(momentum=0.9)])}
+# (script and flags, factors of --lr in ten steps, norm to which gradients are clipped or None, settings of
+# each parameter group). An epoch has 16 images: two steps of simclr.py, one step of moco.py
+RUNS = [
+    ("simcse --lr 1e-3", LINEAR, 1, [ADAM]),
+    ("selfguided --lr 1e-3", WARM_UP, 1, [dict(betas=(0.9, 0.9), eps=1e-6, weight_decay=0)]),
+    ("cline --lr 1e-3", WARM_UP, 1, [ADAM | dict(weight_decay=0.01), ADAM]),
+    ("cline --form code --lr 1e-3", WARM_UP, 1,
+     [ROBERTA | dict(weight_decay=0.01), ROBERTA | dict(weight_decay=0)]),
+    ("tacl --lr 1e-3", WARM_UP, 1, [ROBERTA | dict(weight_decay=0)]),
+    ("ease --warmup-steps 1 --lr 1e-3", WARM_UP, 1, [ADAM]),
+    ("vascl --head-lr 0.1 --lr 1e-3", [1] * 10, None, [ADAM | dict(lr=1e-3), ADAM | dict(lr=0.1)]),
+    ("dclr --lr 1e-3", LINEAR, 1, [ADAM]),
+    ("childtuning --lr 1e-3", WARM_UP, 1, [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
+    ("childtuning --form code --lr 1e-3", LINEAR, 1,
+     [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
+    ("childtuning --form code --mode none --lr 1e-3", WARM_UP, 1, [ADAM | dict(weight_decay=0.01), ADAM]),
+    ("simclr --lr 0.32 --warmup-epochs 1", WARM_COSINE, None, [dict(trust=0.001, momentum=0.9)]),
+    ("simclr --lr 0.32 --warmup-epochs 0 --lr-scaling sqrt", COSINE, None, [{}]),
+    ("moco --batch-size 16 --lr 0.32", COSINE, None, [dict(momentum=0.9, nesterov=False, weight_decay=5e-4)]),
+    ("moco --batch-size 16 --lr 0.32 --v1", [1] * 6 + [0.1] * 2 + [0.01] * 2, None, [dict(momentum=0.9)])]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_optimizers_and_learning_rates(name, tmp_path, bert, monkeypatch):
+@pytest.mark.parametrize("command, rates, norm, groups", RUNS, ids=[command for command, *_ in RUNS])
+def test_optimizers_and_learning_rates(command, rates, norm, groups, here, monkeypatch):
     """Image scripts multiply --lr by batch / 256 or, with --lr-scaling sqrt, by the root of the batch."""
-    flags, rates, norm, groups = RUNS[name]
-    (tmp_path / "documents").write_text("A man eats.\nHe likes it.\n\nA dog runs.\nIt is fast.\n")
-    paths = dict(IMAGES=few_images(tmp_path, 8), GUIDE=bert, DOCUMENTS=tmp_path / "documents")
     clip = Mock(wraps=torch.nn.utils.clip_grad_norm_)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    flags = [paths.get(flag, flag) for flag in flags]
-    result = run(name.split()[0], tmp_path / "out", *flags, "--steps", 10)
-    batch = result.args.batch_size
-    lr = 0.32 * (batch**0.5 if "sqrt" in name else batch / 256) if "IMAGES" in RUNS[name][0] else 1e-3
+    monkeypatch.chdir(here)
+    name, *flags = words(command)
+    result = run(name, here / "out", *flags, "--steps", 10)
+    lr, batch = 1e-3, result.args.batch_size
+    if name in ("simclr", "moco"):
+        lr = 0.32 * (batch**0.5 if "sqrt" in command else batch / 256)
     assert [step["lr"] for step in result.steps] == pytest.approx([lr * rate for rate in rates])
     assert {call.args[1] for call in clip.call_args_list} == ({norm} if norm else set())
     found = result.run.optimizer.param_groups
