@@ -30,7 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     from interpreter import make_interpreter_faster
     make_interpreter_faster()
 ON_THE_GPU = {f"test_{name}" for name in
-              "kernels rounding fuzz autocast ops checks compile".split()}
+              "kernels rounding fuzz autocast ops checks compile kernel_losses paper_losses".split()}
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +82,16 @@ def good_files(bert, tmp_path_factory):
 def here(good_files, tmp_path):
     """Return a new copy of the folder `good_files`."""
     return shutil.copytree(good_files, tmp_path / "here")
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """Return two files of documents, for training and for evaluation. Blank lines separate the documents."""
+    from running import SENTENCES
+    folder = tmp_path_factory.mktemp("documents")
+    lines = [f"{line}\n" for line, in SENTENCES]
+    for name, first, count in (("train.txt", 0, 8), ("held-out.txt", 500, 4)):
+        parts = ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
+        parts += [f"{line[:9]}.\n{line[9:18]}.\n" for line in lines[first:first + count]]   # short texts
+        Path(folder, name).write_text("I\n" + "\n".join(parts), "utf-8")         # a sentence of one word
+    return folder / "train.txt", folder / "held-out.txt"

@@ -16,12 +16,6 @@ import kernels
 import loss_formulas as formulas
 from loss_check import cases, check, error_of, numbers
 
-
-@pytest.fixture(autouse=True)
-def scripts_stay_on_the_cpu():
-    """Let these tests see the GPU: replace the fixture of tests/conftest.py that hides it."""
-
-
 # ── the losses of kernels ───────────────────────────────────────────────────────────────────────────────────
 
 
