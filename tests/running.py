@@ -18,12 +18,15 @@ import runpy
 import socket
 import sys
 import types
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +128,21 @@ def become_rank(rank, count, port, setup):
         setup()
 
 
+def run_ranks(function, count, *args):
+    """Call function(rank, *args) in `count` new processes, which form a group."""
+    fork_context()
+    torch.multiprocessing.start_processes(
+        call_in_group, (count, free_port(), function, args), count, start_method="forkserver")
+
+
+def call_in_group(rank, count, port, function, args):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    function(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
@@ -216,7 +234,7 @@ def rejects(name, capfd, wanted, *argv):
     assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
 
 
-# ── output of a run ─────────────────────────────────────────────────────────────────────────────────────────
+# ── output and memory of a run ──────────────────────────────────────────────────────────────────────────────
 
 
 def metrics(out):
@@ -267,3 +285,26 @@ def embed_saved(folder, sentences, pooling):
     """Return what embed_unbatched returns for the model and the tokenizer in a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return embed_unbatched(AutoModel.from_pretrained(folder), tokenizer, sentences, pooling)
+
+
+class Memory(TorchDispatchMode):
+    """Measure the peak MiB of tensors that PyTorch's operations return, without buffers inside operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.allocated, self.peak = 0, 0
+        self.seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            storage = x.untyped_storage() if torch.is_tensor(x) else None
+            if storage is not None and storage not in self.seen:               # views share a storage
+                self.seen.add(storage)
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
+        return result
+
+    def add(self, size):
+        self.allocated += size / 2**20
+        self.peak = max(self.peak, self.allocated)

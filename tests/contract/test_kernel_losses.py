@@ -4,17 +4,15 @@ Matrices are small, or of several Triton tiles, or large. Other tests compare se
 with the whole batch. The tests use only public names, so they hold for any implementation of the losses.
 """
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from loss_ranks import compute_shares, save_shares
 
 import kernels
 import loss_formulas as formulas
 from loss_check import cases, check, error_of, numbers
+from running import run_ranks
 
 # ── the losses of kernels ───────────────────────────────────────────────────────────────────────────────────
 
@@ -103,11 +101,8 @@ def test_loss_of_kernels(name):
 
 def test_losses_of_three_ranks(tmp_path):
     """The losses of three ranks and their gradients add up to those of one process without gathered rows."""
-    here = Path(__file__).resolve()
-    root = here.parents[2]
-    subprocess.run([sys.executable, here.with_name("loss_ranks.py"), tmp_path], check=True, timeout=120,
-                   env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "docs" / "more")])})
-    alone, *ranks = (torch.load(tmp_path / name) for name in ("alone", "0", "1", "2"))
+    run_ranks(save_shares, 3, tmp_path)
+    alone, ranks = compute_shares(alone=True), [torch.load(tmp_path / str(rank)) for rank in range(3)]
     for name, parts in alone.items():
         for part, exact in parts.items():
             assert error_of(sum(rank[name][part] for rank in ranks), exact) <= 1e-10, f"{name}, {part}"

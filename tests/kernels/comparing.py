@@ -8,12 +8,10 @@ so Triton is tested in bfloat16 only on a GPU.
 import functools
 import importlib
 import pkgutil
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import (
     clip_loss,
@@ -172,26 +170,3 @@ def patch_kernels(monkeypatch, settings):
         importlib.import_module(f"kernels.gpu.{module.name}")
     for name, value in settings.items():
         monkeypatch.setattr(f"kernels.{name}", value)
-
-
-class Memory(TorchDispatchMode):
-    """Measure the peak MiB of tensors that PyTorch's operations return, without buffers inside operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.allocated, self.peak = 0, 0
-        self.seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            storage = x.untyped_storage() if torch.is_tensor(x) else None
-            if storage is not None and storage not in self.seen:               # views share a storage
-                self.seen.add(storage)
-                self.add(storage.nbytes())
-                weakref.finalize(storage, self.add, -storage.nbytes())
-        return result
-
-    def add(self, size):
-        self.allocated += size / 2**20
-        self.peak = max(self.peak, self.allocated)

@@ -15,7 +15,6 @@ from comparing import (
     LOSSES,
     MASKS,
     TRITON,
-    Memory,
     compare,
     differentiate,
     masks,
@@ -27,6 +26,7 @@ from comparing import (
 from kernels import blockwise, info_nce, similarity_lse
 from kernels.gpu import heuristics
 from kernels.masks import make_mask
+from running import Memory
 
 # ── Triton ──────────────────────────────────────────────────────────────────────────────────────────────────
 

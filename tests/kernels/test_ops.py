@@ -6,23 +6,13 @@ import sys
 
 import pytest
 import torch
-from comparing import (
-    DEVICE,
-    GPU,
-    LOSSES,
-    Memory,
-    both_impls,
-    differentiate,
-    every_impl,
-    positive_pairs,
-    unit_rows,
-)
+from comparing import DEVICE, GPU, LOSSES, both_impls, differentiate, every_impl, positive_pairs, unit_rows
 
 import vascl
 from dclr import dclr_loss, noise_negatives
 from ease import ease_loss
 from kernels import queue_loss, sigmoid_loss
-from running import ROOT
+from running import ROOT, Memory
 from selfguided import selfguided_loss
 from simcse import simcse_loss
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from kernels import gather_rows, own_rows
 from kernels.training import loop
 from kernels.training.loop import batches, steps_per_epoch
-from running import fork_context, free_port
+from running import run_ranks
 
 
 def order(steps, skip=0, rows=23, seed=3, least=1):
@@ -78,14 +78,12 @@ def make_gradients(rank):
     return model
 
 
-def rank_main(rank, world_size, port, out):
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+def sum_and_gather(rank, out):
     for bucket_bytes in BUCKETS:
         loop.BUCKET_BYTES, model = bucket_bytes, make_gradients(rank)
         loop.all_reduce_gradients(model)
         torch.save([weight.grad for weight in model], out / f"{rank} {bucket_bytes}")
     check_gathered_rows(rank)
-    dist.destroy_process_group()
 
 
 def check_gathered_rows(rank):
@@ -108,9 +106,7 @@ def check_gathered_rows(rank):
 
 def test_ranks_sum_gradients_and_gather_rows(tmp_path):
     """All ranks get the sums of the gradients, with many small buckets and with one bucket per dtype."""
-    fork_context()
-    arguments = 3, free_port(), tmp_path
-    torch.multiprocessing.start_processes(rank_main, arguments, 3, start_method="forkserver")
+    run_ranks(sum_and_gather, 3, tmp_path)
     gradients = [[weight.grad for weight in make_gradients(rank)] for rank in range(3)]
     expected = [sum(x for x in parts if x is not None) for parts in zip(*gradients)]
     for rank, bucket_bytes in itertools.product(range(3), BUCKETS):
