@@ -5,14 +5,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from families import small_model
 from running import DATA, train
-
-
-@pytest.fixture(scope="session")
-def decoder(tmp_path_factory):
-    """Return the folder of a small random decoder."""
-    return small_model("Qwen2", tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture(scope="session")

@@ -7,25 +7,26 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from formulas import spearman
 from running import DATA, embed_saved, train
 
-# {name: (fixture of the model, flags of the run, pooling of the saved folder)}
+# {name: (bert or family of the model, flags of the run, pooling of the saved folder)}
 FOLDERS = {"mean": ("bert", ["--pooling", "avg"], "avg"),
            "first token": ("bert", ["--pooling", "cls", "--head", "keep"], "pooler"),    # the head is BERT's
            "before the pooler": ("bert", ["--pooling", "cls_before_pooler"], "cls"),
            "first and last layer": ("bert", ["--pooling", "avg_first_last"], "avg_first_last"),
            "last two layers": ("bert", ["--pooling", "avg_top2"], "avg_top2"),
-           "decoder": ("decoder", ["--pooling", "last"], "last"),
+           "decoder": ("Qwen2", ["--pooling", "last"], "last"),
            "head": ("bert", ["--pooling", "avg", "--head", "keep", "new"], "avg"),
            "prompt": ("bert", ["--pooling", "avg", "--prompt", "say: "], "avg")}
 every_folder = pytest.mark.parametrize("name", FOLDERS)
 
 
 @pytest.fixture
-def saved(name, tmp_path, bert, decoder):
+def saved(name, tmp_path, bert, folder_of):
     """Return the output folder of a short run of simcse.py with the flags FOLDERS[name]."""
     model, flags = FOLDERS[name][:2]
-    model = dict(bert=bert, decoder=decoder)[model]
+    model = bert if model == "bert" else folder_of(model)
     train(["simcse", "--model", model, "--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 4,
            "--lr", 1e-2, "--out", "out", *flags], tmp_path)
     return tmp_path / "out"
@@ -47,20 +48,13 @@ def embed(folder, sentences, name):
     return rows
 
 
-def spearman(x, y):
-    """Return Spearman's rank correlation times 100; equal values share their mean rank."""
-    ranks = [(values[:, None] > values).double().sum(1) + (values[:, None] == values).double().sum(1) / 2
-             for values in (x, y)]
-    return 100 * torch.corrcoef(torch.stack(ranks))[0, 1].item()
-
-
 @every_folder
 def test_transformers(name, saved, tmp_path):
     """--evaluate prints the score of the embeddings that transformers alone computes."""
     (first, second), gold = scored_pairs()
     (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tscore\n" + "".join(
         f"{a}\t{b}\t{score}\n" for a, b, score in zip(first, second, gold.tolist())), "utf-8")
-    wanted = spearman(F.cosine_similarity(embed(saved, first, name), embed(saved, second, name)), gold)
+    wanted = 100 * spearman(F.cosine_similarity(embed(saved, first, name), embed(saved, second, name)), gold)
     printed = train(["simcse", "--evaluate", "--model", "out", "--dev", "dev.tsv"], tmp_path)
     assert float(re.search(r"\ndev +(-?[0-9.]+) ", printed)[1]) == pytest.approx(wanted, abs=0.011)
 

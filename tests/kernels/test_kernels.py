@@ -37,41 +37,37 @@ ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}                #
 LSE_IN_BLOCKS = {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {"gpu.products.weight_block_shape": lambda q, k, square: (128, 128)}
-# {path that a shape or a GPU can select: (settings that force the path, losses that use it in float32, losses
-# that use it in half types)}. In float32 every D counts as large.
+# {path that a shape or a GPU can select: (settings that force the path, losses that use it)}
 CODE_PATHS = {
     "descriptors": ({"gpu.launch.MAX_POINTER_WORK": 0},
-                    "info_nce clip_loss linear sigmoid_loss", "nt_xent queue_loss linear sigmoid_loss"),
-    "tiles of older GPUs": ({"gpu.launch.EMULATED_CAPABILITY": 8}, "info_nce", "clip_loss sigmoid_loss"),
-    "tiles of newer GPUs": (LARGE_D | {"gpu.launch.EMULATED_CAPABILITY": 10}, "nt_xent", "clip_loss"),
+                    "info_nce clip_loss nt_xent queue_loss linear sigmoid_loss"),
+    "tiles of older GPUs": ({"gpu.launch.EMULATED_CAPABILITY": 8}, "info_nce clip_loss sigmoid_loss"),
+    "tiles of newer GPUs": (LARGE_D | {"gpu.launch.EMULATED_CAPABILITY": 10}, "clip_loss nt_xent"),
     "temperature as a number": (
         {f"gpu.{module}.is_host_scalar": lambda number, x: True for module in ("launch", "sigmoid")},
-        "info_nce clip_loss sigmoid_loss", "clip_loss queue_loss sigmoid_loss"),
-    "without a bound": ({}, "gathered_clip_loss gathered_sup_con_loss", "pair gathered_sup_con_loss"),
-    "queue, a program for all columns": ({"gpu.launch.EMULATED_MULTIPROCESSORS": 0}, "", "queue_loss"),
-    "lse with bound": (WITH_BOUND, "clip_loss nt_xent ids", "clip_loss nt_xent ids"),
-    "lse in blocks": (LSE_IN_BLOCKS, "nt_xent lse", "info_nce clip_loss nt_xent self_similarity"),
-    "lse in blocks with bound": (LSE_IN_BLOCKS | WITH_BOUND, "clip_loss", "clip_loss self_similarity"),
+        "info_nce clip_loss queue_loss sigmoid_loss"),
+    "without a bound": ({}, "gathered_clip_loss gathered_sup_con_loss pair"),
+    "queue, a program for all columns": (ONE_MULTIPROCESSOR, "queue_loss"),
+    "lse with bound": (WITH_BOUND, "clip_loss nt_xent ids"),
+    "lse in blocks": (LSE_IN_BLOCKS, "info_nce clip_loss nt_xent lse self_similarity"),
+    "lse in blocks with bound": (LSE_IN_BLOCKS | WITH_BOUND, "clip_loss self_similarity"),
     "several tiles in a program": (ONE_MULTIPROCESSOR | LARGE_D | WITH_BOUND,
-                                   "offset nt_xent linear sigmoid_loss", "info_nce clip_loss sigmoid_loss"),
-    "large D": (LARGE_D, "", "info_nce offset clip_loss nt_xent gathered_nt_xent lse self_similarity ids"),
-    "strips": (LARGE_D | STRIPS_OF_128,
-               "info_nce gathered_nt_xent linear ignoring", "info_nce offset gathered_nt_xent linear"),
-    "strips with bound": (WITH_BOUND | STRIPS_OF_128, "offset gathered_nt_xent linear ignoring", ""),
-    "wide tiles": (LARGE_D | {"gpu.fused_forward_backward.MIN_WIDE_D": 0}, "", "offset linear"),
-    "separate backward": (SEPARATE_BACKWARD | WITH_BOUND, "offset gathered_nt_xent ignoring",
-                          "info_nce linear ignoring"),
-    "separate backward in blocks": (SEPARATE_BACKWARD | ALL_IN_BLOCKS,
-                                    "clip_loss nt_xent linear lse self_similarity ids sigmoid_loss",
-                                    "offset clip_loss nt_xent gathered_nt_xent sigmoid_loss"),
+                                   "info_nce offset clip_loss nt_xent linear sigmoid_loss"),
+    "large D": (LARGE_D, "info_nce offset clip_loss nt_xent gathered_nt_xent lse self_similarity ids"),
+    "strips": (LARGE_D | STRIPS_OF_128, "info_nce offset gathered_nt_xent linear ignoring"),
+    "strips with bound": (WITH_BOUND | STRIPS_OF_128, "offset gathered_nt_xent linear ignoring"),
+    "wide tiles": (LARGE_D | {"gpu.fused_forward_backward.MIN_WIDE_D": 0}, "offset linear"),
+    "separate backward": (SEPARATE_BACKWARD | WITH_BOUND, "info_nce offset gathered_nt_xent linear ignoring"),
+    "separate backward in blocks": (SEPARATE_BACKWARD | ALL_IN_BLOCKS, "offset clip_loss nt_xent "
+                                    "gathered_nt_xent linear lse self_similarity ids sigmoid_loss"),
     "separate backward in blocks with bound": (SEPARATE_BACKWARD | ALL_IN_BLOCKS | WITH_BOUND,
-                                               "clip_loss linear self_similarity", "clip_loss nt_xent")}
+                                               "clip_loss nt_xent linear self_similarity")}
 
 
-@pytest.mark.parametrize("path, dtype, loss", [
-    (path, dtype, loss) for path, (_, full, half) in CODE_PATHS.items() for dtype in TRITON
-    for loss in (full if dtype == torch.float32 else half).split()], ids=str)
-def test_every_code_path(path, dtype, loss, monkeypatch):
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+@pytest.mark.parametrize("path, loss", [
+    (path, loss) for path, (_, losses) in CODE_PATHS.items() for loss in losses.split()])
+def test_every_code_path(path, loss, dtype, monkeypatch):
     patch_kernels(monkeypatch, CODE_PATHS[path][0])
     rows = 75 if loss == "nt_xent" else 150                    # nt_xent stacks two views
     compare(LOSSES[loss], *positive_pairs(rows, 40, dtype), units=32)

@@ -22,11 +22,9 @@ def test_a_flag_given_as_0_is_no_missing_flag():
 @pytest.mark.parametrize("flag, value, change", [
     ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # has the same size
     ("test", ["b.txt", "a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
-    ("guide", "model", lambda: Path("model/config.json").write_text('{"act": "relu"}')),
     ("model", "model", lambda: Path("model/new.json").touch()),
     ("model", "model", lambda: Path("model/weights").write_text("B man ate.\n")),
     ("data", "large.txt", lambda: Path("large.txt").write_text("A" * 2**21 + "B")),
-    ("data", "images", lambda: Path("images/a/0.png").write_text("smaller")),
     ("data", "images", lambda: Path("images/a/0.png").write_text("A dog ate.\n")),
     ("data", "images", lambda: os.rename("images/a/0.png", "images/b/1.png")),
     ("data", "images", lambda: os.unlink("images/a/0.png"))])
