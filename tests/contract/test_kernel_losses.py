@@ -3,8 +3,6 @@
 Matrices are small, or of several Triton tiles, or large. Other tests compare several processes, and chunks,
 with the whole batch. The tests use only public names, so they hold for any implementation of the losses.
 """
-import itertools
-
 import pytest
 import torch
 from loss_ranks import compute_shares, save_shares
@@ -112,23 +110,26 @@ def test_losses_of_three_ranks(tmp_path):
 
 
 def test_embed_in_chunks():
-    """Loss, gradients and the next random number equal those of one graph over all rows, dropout included."""
+    """Loss, gradients and the next random number equal those of one graph over all rows, dropout included.
+    Batch norm normalises each chunk by the chunk's own statistics, and counts each chunk once."""
     torch.manual_seed(0)
-    layers = torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(0.4), torch.nn.Linear(16, 5)
-    module, x = torch.nn.Sequential(*layers).double(), numbers(34, 6)
+    layers = torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Dropout(0.4), torch.nn.Linear(16, 5)
+    module, x = torch.nn.Sequential(torch.nn.Linear(6, 16), *layers).double(), numbers(34, 6)
 
     def step(embed_all):
         torch.manual_seed(1)
+        layers[0].reset_running_stats()
         z = embed_all() + 0.1 * torch.rand(1)                  # a loss may use random numbers, too
         module.zero_grad()
         loss = kernels.info_nce(*z.chunk(2), 0.3, symmetric=True, normalize=True)
         loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in module.parameters()), torch.rand(1)]
+        statistics = [x.clone() for x in module.buffers()]
+        return [loss.detach(), *(p.grad.clone() for p in module.parameters()), *statistics, torch.rand(1)]
 
-    for size, has_dropout in itertools.product((1, 5, 33), (True, False)):
-        module.train(has_dropout)
+    for size, training in ((2, True), (5, True), (32, True), (1, False), (5, False), (33, False)):
+        module.train(training)
         chunks = x.split(size)
         found = step(lambda: kernels.embed_in_chunks(module, chunks, module))
-        exact = step(lambda: torch.cat([module(chunk) for chunk in chunks]) if has_dropout else module(x))
+        exact = step(lambda: torch.cat([module(chunk) for chunk in chunks]) if training else module(x))
         errors = list(map(error_of, found, exact))
-        assert max(errors) <= 1e-10, f"chunks of {size}, dropout {has_dropout}, {errors}"
+        assert max(errors) <= 1e-10, f"chunks of {size}, training {training}, {errors}"

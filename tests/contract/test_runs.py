@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from good import FLAGS, words
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from good import FLAGS, words
 from kernels.training.text import mlm
 from running import (
     DATA,
@@ -297,14 +297,15 @@ def mask_every_fourth(ids, maskable, tokenizer):
 
 @pytest.mark.parametrize("case", RANKS)
 def test_processes_equal_one(case, tmp_path, places):
-    """Three processes with unequal shares of a batch and --chunk-size have the losses and gradients of one
+    """Three processes with unequal shares of a batch and chunks have the losses and gradients of one
     process without chunks. The model has no dropout."""
     name = case.split()[0]
     data = RUNS[name][0][RUNS[name][0].index("--data") + 1]
     words = [name, "--model", "bert", "--data", data, "--batch-size", 8, "--steps", 3, "--lr", 1e-3]
     words = [places.get(word, word) for word in [*words, *RANKS[case]]]
     has_chunks = name not in ("cline", "tacl", "childtuning", "docs/more/finetune")
+    chunks = ["--chunk-size", 3, "--chunk-tokens", 60] if has_chunks else []
     losses, norms = train_ranks(1, words, tmp_path / "one")
-    several = train_ranks(3, [*words, *["--chunk-size", 3] * has_chunks], tmp_path / "three")
+    several = train_ranks(3, [*words, *chunks], tmp_path / "three")
     assert len(losses) >= 3 and several[0] == pytest.approx(losses, rel=1e-5, abs=1e-5)
     assert norms and several[1] == pytest.approx(norms, rel=1e-4)
