@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from good import change_files, with_settings, words
 from safetensors.torch import load, save
 
+from good import change_files, with_settings, words
 from running import run_command
 
 # ── functions that set a condition in the process of a command, before the command runs ──
@@ -110,6 +110,7 @@ MISTAKES = [
     ("moco --out net", {}, "--out net | finished run"),
     ("simcse --out half", {}, "--out half | another run | --resume"),
     ("vascl --out few.txt", {}, "--out few.txt"),
+    ("moco --data photos --out photos/new/out", {}, "--out photos/new/out: inside --data photos"),
     ("simcse --out bert --resume", {}, "--out bert | no state.pt | resume"),
     ("simcse --out half --resume --lr 1", {}, "--resume | lr was 0.002 | now it is 1"),
     ("simcse --out half --resume", OTHER_DATA, "--resume | --data few.csv | changed"),

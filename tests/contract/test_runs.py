@@ -158,17 +158,18 @@ def test_resume_after_a_kill(name, here):
 
 def test_a_signal_to_the_process_group(here, tmp_path):
     """The processes that decode images get the signal, too, but the run saves its step. Before the signal, a
-    second process may not resume the run."""
-    flags = ["--data", here / "photos", "--workers", 2, "--steps", 1000, "--out", here / "out"]
+    second process may not resume the run. --out is beside the images, not inside their folder."""
+    out = here / "photos-out"
+    flags = ["--data", here / "photos", "--workers", 2, "--steps", 1000, "--out", out]
     process = start([*words("moco"), *flags], here, os.setpgrp)
-    while not (rows := here / "out" / "metrics.jsonl").exists() or not rows.stat().st_size:
+    while not (rows := out / "metrics.jsonl").exists() or not rows.stat().st_size:
         assert process.is_alive(), (here / "errors").read_text()
         time.sleep(0.1)
-    other = run_command(["moco", "--resume", "--out", here / "out"], tmp_path)
+    other = run_command(["moco", "--resume", "--out", out], tmp_path)
     os.killpg(process.pid, signal.SIGTERM)
     code = end(process)
     assert other.code == 2 and "another process is writing there" in other.errors, other.errors
-    assert code == 130 and (here / "out" / "state.pt").exists(), (here / "errors").read_text()
+    assert code == 130 and (out / "state.pt").exists(), (here / "errors").read_text()
     assert "saved; --resume continues" in (here / "printed").read_text()
 
 

@@ -5,15 +5,13 @@ import re
 import resource
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import simcse
-from kernels.training.errors import UserError
-from kernels.training.out import atomic_file, check_out
+from kernels.training.out import atomic_file
 from running import KEPT, SMALL, equal, metrics, rejects, saved_weights
 
 FLAGS = [*SMALL, "--steps", "3", "--eval-every", "1"]
@@ -76,17 +74,6 @@ def test_keep_state(keep, during, after, cwd, capfd):
 
 
 # ── saving ──
-
-
-def test_out_inside_an_input_is_refused(cwd):
-    """Without this check, the run would write into a folder of images."""
-    Path("images").mkdir()
-    inputs = dict(data="training data", test="held-out data")
-    args = SimpleNamespace(inputs=inputs, data="x", test=["images"], out="images/out")
-    with pytest.raises(UserError, match="--out images/out: inside --test images; choose another folder"):
-        check_out(args)
-    args.out = "images-out"
-    check_out(args)
 
 
 def test_files_are_flushed_before_they_are_renamed(cwd, monkeypatch):
