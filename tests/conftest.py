@@ -3,6 +3,7 @@ import functools
 import importlib.util
 import os
 import platform
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     from interpreter import make_interpreter_faster
     make_interpreter_faster()
 ON_THE_GPU = {f"test_{name}" for name in
-              "kernels rounding fuzz autocast ops checks compile".split()}
+              "kernels rounding fuzz autocast ops checks compile kernel_losses paper_losses".split()}
 
 
 @pytest.fixture(autouse=True)
@@ -64,20 +65,33 @@ def cwd(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """Return the output folder of a finished run of simcse.py on good.csv, for --model or --resume."""
-    import simcse
-    from running import GOOD, KEPT
-    folder = tmp_path_factory.mktemp("finished")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        Path("good.csv").write_text(GOOD)
-        simcse.main([*KEPT, "--out", "out"])
-    return folder / "out"
-
-
-@pytest.fixture(scope="session")
 def folder_of(tmp_path_factory):
     """Return a function: folder_of("Bert") is the folder of a small random model of this architecture."""
     from families import small_model
     return functools.cache(lambda family: small_model(family, tmp_path_factory.mktemp(family)))
+
+
+@pytest.fixture(scope="session")
+def good_files(bert, tmp_path_factory):
+    """Return a folder with small valid inputs of every kind, which good.py writes."""
+    from good import write_good_files
+    return write_good_files(tmp_path_factory.mktemp("good"), bert)
+
+
+@pytest.fixture
+def here(good_files, tmp_path):
+    """Return a new copy of the folder `good_files`."""
+    return shutil.copytree(good_files, tmp_path / "here")
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """Return two files of documents, for training and for evaluation. Blank lines separate the documents."""
+    from running import SENTENCES
+    folder = tmp_path_factory.mktemp("documents")
+    lines = [f"{line}\n" for line, in SENTENCES]
+    for name, first, count in (("train.txt", 0, 8), ("held-out.txt", 500, 4)):
+        parts = ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
+        parts += [f"{line[:9]}.\n{line[9:18]}.\n" for line in lines[first:first + count]]   # short texts
+        Path(folder, name).write_text("I\n" + "\n".join(parts), "utf-8")         # a sentence of one word
+    return folder / "train.txt", folder / "held-out.txt"

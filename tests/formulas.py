@@ -1,4 +1,4 @@
-"""Helpers that compare a loss with its formula in float64."""
+"""Helpers that compare a loss with its formula in float64, and the formula of Spearman's correlation."""
 import pytest
 import torch
 
@@ -24,3 +24,12 @@ def check_equal(loss, formula, *inputs, tolerance=1e-10):
         results.append([value, *torch.autograd.grad(value, leaves)])
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def spearman(x, y):
+    """Return Spearman's rank correlation of two vectors; equal values share their mean rank."""
+    ranks = []
+    for values in (x, y):
+        below, equal = values[:, None] > values, values[:, None] == values
+        ranks.append(below.double().sum(1) + equal.double().sum(1) / 2)
+    return torch.corrcoef(torch.stack(ranks))[0, 1].item()

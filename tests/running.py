@@ -1,6 +1,12 @@
-"""Helpers for tests of the scripts: tiny data and models, and runs in this process or in others."""
+"""Run a script in a new process, as a user does, or its main in this process, on tiny data and models.
+
+`run_command` and `train` start a process, for tests of output, files and exit codes. `run` calls main in
+this process, for tests of the model and of the losses. A server imports PyTorch, transformers and the scripts
+once, and new processes are forked from this server. Else each process would spend five seconds on imports.
+"""
 import contextlib
 import csv
+import functools
 import importlib
 import io
 import json
@@ -8,6 +14,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import re
+import runpy
 import socket
 import sys
 import types
@@ -15,15 +22,18 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
+MORE = sorted(f"docs/more/{path.stem}" for path in ROOT.glob("docs/more/*.py")      # further papers
+              if "def make_parser" in path.read_text("utf-8"))
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
 GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"    # text of good.csv
 SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
@@ -31,12 +41,7 @@ KEPT = [*SMALL, "--keep-state", "always"]
 ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # 12 rows, not truncated
 SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
 
-
-def few_images(folder, rows=40):
-    """Write the first `rows` training and test images of shapes.npz to a new file, and return its path."""
-    with np.load(DATA / "shapes.npz") as file:
-        np.savez(folder / "few.npz", **{key: file[key][:rows] for key in file.files})
-    return folder / "few.npz"
+# ── data and models ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def few_pairs(folder, rows=10):
@@ -58,6 +63,113 @@ def small_bert(folder):
     BertModel(config).save_pretrained(folder)
     BertTokenizer({piece: i for i, piece in enumerate(pieces)}, model_max_length=512).save_pretrained(folder)
     return folder
+
+
+# ── run a script in a new process ───────────────────────────────────────────────────────────────────────────
+
+
+# Processes are forked from a server that has imported these modules.
+multiprocessing.set_forkserver_preload([*SCRIPTS, "running", "transformers.models.bert.modeling_bert"])
+with contextlib.suppress(ImportError):                         # some versions of transformers lack the module
+    # Loading or saving a model compiles 900 regular expressions. The call below compiles them once.
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    get_checkpoint_conversion_mapping("bert")
+
+
+def fork_context():
+    """Start the fork server and return its multiprocessing context."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11 passes no sys.path to the server
+        multiprocessing.forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
+def start(words, folder, setup=None):
+    """Start a process that does what `python WORDS` does in a folder, and return the process.
+
+    words    the script's name without .py, then its flags; the name of a further paper is docs/more/NAME
+    setup    function that the process calls before the script, for example to limit the memory
+    """
+    name, *flags = map(str, words)
+    process = fork_context().Process(target=become_script, args=(name, flags, str(folder), setup))
+    process.start()
+    return process
+
+
+def become_script(name, flags, folder, setup):
+    """Run a script in this new process. Write stdout to the file `printed`, and stderr to `errors`."""
+    os.chdir(folder)
+    for path, descriptor in (("printed", 1), ("errors", 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    multiprocessing.set_start_method(None, force=True)         # not set, as in a new Python process
+    if setup:
+        setup()
+    sys.argv = [f"{name}.py", *flags]
+    sys.path.insert(0, str(ROOT / Path(name).parent))          # as Python does for the folder of a script
+    runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+
+
+def start_rank(rank, count, port, words, folder, setup=None):
+    """Start process `rank` of `count` in a new folder, as torchrun would if count > 1, and return it."""
+    Path(folder).mkdir(parents=True)
+    return start(words, folder, functools.partial(become_rank, rank, count, port, setup))
+
+
+def become_rank(rank, count, port, setup):
+    if count > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if setup:
+        setup()
+
+
+def run_ranks(function, count, *args):
+    """Call function(rank, *args) in `count` new processes, which form a group."""
+    fork_context()
+    torch.multiprocessing.start_processes(
+        call_in_group, (count, free_port(), function, args), count, start_method="forkserver")
+
+
+def call_in_group(rank, count, port, function, args):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    function(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def end(process):
+    """Wait for a process and return its exit code. A process that hangs is killed after 60 seconds."""
+    process.join(60)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def run_command(words, folder, **more):
+    """Run `python WORDS` in a folder to its end. more: further arguments of `start`.
+
+    returns  code: exit code, or minus the number of a signal; printed: stdout; errors: stderr
+    """
+    code = end(start(words, folder, **more))
+    printed, errors = (Path(folder, name).read_text("utf-8") for name in ("printed", "errors"))
+    return SimpleNamespace(code=code, printed=printed, errors=errors)
+
+
+def train(words, folder, **more):
+    """Run a command, check that its exit code is 0, and return its stdout."""
+    done = run_command(words, folder, **more)
+    assert done.code == 0, done.errors
+    return done.printed
+
+
+# ── run a script's main in this process ─────────────────────────────────────────────────────────────────────
 
 
 def run(name, out, *flags):
@@ -86,7 +198,8 @@ def run(name, out, *flags):
         patch.setattr(script, "all_reduce_gradients", all_reduce_and_measure)
         script.main([*map(str, flags), "--out", str(out), *keep])
     said = dict(line.split(None, 1) for line in lines.getvalue().splitlines())
-    steps, state = metrics(out), torch.load(out / "state.pt", weights_only=True)
+    steps = [row for row in metrics(out) if row["step"]]       # row 0 has the scores before training
+    state = torch.load(out / "state.pt", weights_only=True)
     losses = [step["loss"] for step in steps]
     return SimpleNamespace(script=script, run=runs[0], args=runs[0].args, model=runs[0].model, norms=norms,
                            said=said, state=state, steps=steps, losses=losses)
@@ -98,48 +211,6 @@ def run_text(name, folder, rows, *flags):
     file = folder / ("data.txt" if len(rows[0]) == 1 else "data.json")
     file.write_text(json.dumps(rows) if file.suffix == ".json" else "\n".join(row[0] for row in rows))
     return run(name, folder / "out", "--data", file, *flags)
-
-
-def metrics(out):
-    """Return the rows of metrics.jsonl, without row 0, which has the scores before training."""
-    return [row for row in map(json.loads, open(out / "metrics.jsonl")) if row["step"]]
-
-
-def saved_weights(out):
-    """Return {name: weight} of the encoder in a folder, without the pooler, which embeddings do not use."""
-    weights = load_file(out / "model.safetensors")
-    return {name: x for name, x in weights.items() if not name.startswith("pooler.")}
-
-
-def equal(a, b):
-    """Return whether two values are bitwise equal; dicts and lists are compared recursively."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return torch.equal(a, b) if torch.is_tensor(a) else a == b
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-# Tests fork their processes from a server that has imported these modules, so that processes start fast.
-multiprocessing.set_forkserver_preload([
-    *(path.stem for path in ROOT.glob("*.py")), "running", "transformers.models.bert.modeling_bert"])
-with contextlib.suppress(ImportError):                         # some versions of transformers lack the module
-    # Loading or saving a model compiles 900 regular expressions. The call below compiles them once.
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    get_checkpoint_conversion_mapping("bert")
-
-
-def fork_context():
-    """Start the fork server and return its multiprocessing context."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # Python 3.11 passes no sys.path to the server
-        multiprocessing.forkserver.ensure_running()
-    return multiprocessing.get_context("forkserver")
 
 
 def rejects(name, capfd, wanted, *argv):
@@ -157,6 +228,35 @@ def rejects(name, capfd, wanted, *argv):
     assert end.value.code == 2
     assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # one line, because . matches no newline
     assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
+
+
+# ── output and memory of a run ──────────────────────────────────────────────────────────────────────────────
+
+
+def metrics(out):
+    """Return the rows of metrics.jsonl. Row 0 has the scores before training, if the run has computed any."""
+    return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out):
+    """Return {(file name, tensor name): bytes} of all tensors in the .safetensors files inside a folder."""
+    return {(path.name, name): x.reshape(-1).view(torch.uint8).numpy().tobytes()
+            for path in Path(out).rglob("*.safetensors") for name, x in load_file(path).items()}
+
+
+def saved_weights(out):
+    """Return {name: weight} of the encoder in a folder, without the pooler, which embeddings do not use."""
+    weights = load_file(out / "model.safetensors")
+    return {name: x for name, x in weights.items() if not name.startswith("pooler.")}
+
+
+def equal(a, b):
+    """Return whether two values are bitwise equal; dicts and lists are compared recursively."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 
 def embed_unbatched(encoder, tokenizer, sentences, pooling):

@@ -1,20 +1,11 @@
 """Fixtures of models and data that several tests of the contract need."""
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from good import write_good_files
 from transformers import AutoModel
 
-from command import DATA, train
-from families import small_model
-
-
-@pytest.fixture(scope="session")
-def decoder(tmp_path_factory):
-    """Return the folder of a small random decoder."""
-    return small_model("Qwen2", tmp_path_factory.mktemp("decoder"))
+from running import DATA, train
 
 
 @pytest.fixture(scope="session")
@@ -36,27 +27,3 @@ def spoiled(trained, tmp_path_factory):
             torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def documents(tmp_path_factory):
-    """Return two files of documents, for training and for evaluation. Blank lines separate the documents."""
-    folder = tmp_path_factory.mktemp("documents")
-    lines = (DATA / "sentences.txt").read_text("utf-8").splitlines(True)
-    for name, first, count in (("train.txt", 0, 8), ("held-out.txt", 500, 4)):
-        parts = ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
-        parts += [f"{line[:9]}.\n{line[9:18]}.\n" for line in lines[first:first + count]]   # short texts
-        Path(folder, name).write_text("\n".join(parts), "utf-8")
-    return folder / "train.txt", folder / "held-out.txt"
-
-
-@pytest.fixture(scope="session")
-def good_files(bert, tmp_path_factory):
-    """Return a folder with small valid inputs of every kind, which good.py writes."""
-    return write_good_files(tmp_path_factory.mktemp("good"), bert)
-
-
-@pytest.fixture
-def here(good_files, tmp_path):
-    """Return a new copy of the folder `good_files`."""
-    return shutil.copytree(good_files, tmp_path / "here")

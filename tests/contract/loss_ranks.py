@@ -1,12 +1,8 @@
-"""Compute the losses on three processes with unequal shares of a batch: python loss_ranks.py FOLDER.
+"""Compute the losses on three processes with unequal shares of a batch.
 
 Every process makes the whole batch, selects its rows, and computes its share of each loss. The shares of all
-processes, and their gradients, add up to those of the batch. Process r writes {name of the loss: {part:
-tensor}} to FOLDER/r. The file FOLDER/alone has the losses of one process with all rows, without gathering.
+processes, and their gradients, add up to those of one process with all rows, without gathering.
 """
-import sys
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
@@ -119,19 +115,11 @@ def compute_shares(alone=False):
     return found
 
 
-def run_process(rank, folder):
-    torch.set_num_threads(1)
-    if rank == 0:
-        torch.save(compute_shares(alone=True), folder / "alone")
-    dist.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=3)
+def save_shares(rank, folder):
+    """Save {name of the loss: {part: tensor}} of this process to the file FOLDER/RANK."""
     torch.save(compute_shares(), folder / str(rank))
     x = torch.ones(1, requires_grad=True)
     try:                                                       # a second derivative would lack parts
         torch.autograd.grad(kernels.gather_rows(x, 3).sum(), x, create_graph=True)
     except RuntimeError as error:
         (folder / f"error {rank}").write_text(str(error))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(run_process, (Path(sys.argv[1]),), 3, start_method="fork")

@@ -3,24 +3,14 @@
 Matrices are small, or of several Triton tiles, or large. Other tests compare several processes, and chunks,
 with the whole batch. The tests use only public names, so they hold for any implementation of the losses.
 """
-import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from loss_ranks import compute_shares, save_shares
 
 import kernels
 import loss_formulas as formulas
 from loss_check import cases, check, error_of, numbers
-
-
-@pytest.fixture(autouse=True)
-def scripts_stay_on_the_cpu():
-    """Let these tests see the GPU: replace the fixture of tests/conftest.py that hides it."""
-
+from running import run_ranks
 
 # ── the losses of kernels ───────────────────────────────────────────────────────────────────────────────────
 
@@ -36,22 +26,6 @@ def topk(n, impl, **arguments):
     q, k = (formulas.unit(q), formulas.unit(k)) if arguments.get("normalize") else (q, k)
     found = (q @ k.T).gather(1, columns.clamp(min=0)).to(products.dtype)
     return torch.cat([products, found.masked_fill(columns < 0, -torch.inf)])
-
-
-def of_ranks(loss, first, second):
-    """Return a function that computes a loss as the sum of the shares of three ranks, one after the other.
-
-    first, second   names of the arguments that all ranks gather
-    """
-    def f(impl, **arguments):
-        pair, total = (arguments.pop(first), arguments.pop(second)), 0
-        for rank in range(3):
-            own, rows = kernels.own_rows(len(pair[0]), rank, 3), len(pair[0])
-            share = loss(*(x[own] for x in pair), gathered=pair, offset=own.start, impl=impl, **arguments)
-            total = total + share * ((own.stop - own.start) / rows)
-        return total
-    f.__name__ = f"{loss.__name__} of three ranks"
-    return f
 
 
 T, N, M = torch.tensor(0.1).double(), torch.arange(37), torch.arange(53)
@@ -103,15 +77,6 @@ CASES = {
                anchor=Q, positive=K[:37] * (1 + N[:, None] / 9), negative=QUEUE[:37]),
         *cases(kernels.margin_loss, formulas.margin_loss, {}, dict(margin=1.4),
                x1=Q, x2=K[:37], same=N % 3 == 0)],
-    "losses of ranks": [
-        *cases(of_ranks(kernels.nt_xent, "z1", "z2"), formulas.nt_xent, {},
-               dict(z1=TILES["q"][:75], z2=TILES["k"][:75]), dict(z1=LARGE["q"][:530], z2=LARGE["k"][:530]),
-               z1=Q, z2=K[:37], temperature=T),
-        *cases(of_ranks(kernels.clip_loss, "image", "text"), formulas.clip_loss, {}, LONG_PAIRS,
-               image=Q, text=K[:37], temperature=T),
-        *cases(of_ranks(kernels.sup_con_loss, "z", "labels"), formulas.sup_con_loss, {},
-               dict(z=LARGE["q"][:1030].view(515, 2, 20), labels=torch.arange(515) * 3 % 400),
-               z=VIEWS, labels=LABELS, temperature=T)],
     "similarity_lse": [
         *cases(kernels.similarity_lse, formulas.similarity_lse, *MASKS, TILES | dict(exclude="diagonal"),
                LARGE, LARGE | dict(exclude="diagonal", offset=7), q=Q, k=K, temperature=T),
@@ -119,7 +84,8 @@ CASES = {
                dict(exclude="pair"), dict(exclude=(N[:36] % 5, N[:36] % 7)),
                dict(q=3 * Q[:36], exclude="diagonal", normalize=True),
                dict(q=LARGE["q"][:1030], exclude="pair"), q=Q[:36], temperature=T)],
-    "similarity_topk": cases(topk, formulas.similarity_topk, *MASKS, TILES, LARGE, q=Q, k=K, n=11)}
+    "similarity_topk": cases(topk, formulas.similarity_topk, *MASKS, LARGE, *(
+        TILES | dict(n=n) for n in (1, 64, 65)), q=Q, k=K, n=11)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,11 +99,8 @@ def test_loss_of_kernels(name):
 
 def test_losses_of_three_ranks(tmp_path):
     """The losses of three ranks and their gradients add up to those of one process without gathered rows."""
-    here = Path(__file__).resolve()
-    root = here.parents[2]
-    subprocess.run([sys.executable, here.with_name("loss_ranks.py"), tmp_path], check=True, timeout=120,
-                   env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "docs" / "more")])})
-    alone, *ranks = (torch.load(tmp_path / name) for name in ("alone", "0", "1", "2"))
+    run_ranks(save_shares, 3, tmp_path)
+    alone, ranks = compute_shares(alone=True), [torch.load(tmp_path / str(rank)) for rank in range(3)]
     for name, parts in alone.items():
         for part, exact in parts.items():
             assert error_of(sum(rank[name][part] for rank in ranks), exact) <= 1e-10, f"{name}, {part}"
@@ -147,23 +110,26 @@ def test_losses_of_three_ranks(tmp_path):
 
 
 def test_embed_in_chunks():
-    """Loss, gradients and the next random number equal those of one graph over all rows, dropout included."""
+    """Loss, gradients and the next random number equal those of one graph over all rows, dropout included.
+    Batch norm normalises each chunk by the chunk's own statistics, and counts each chunk once."""
     torch.manual_seed(0)
-    layers = torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Dropout(0.4), torch.nn.Linear(16, 5)
-    module, x = torch.nn.Sequential(*layers).double(), numbers(34, 6)
+    layers = torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Dropout(0.4), torch.nn.Linear(16, 5)
+    module, x = torch.nn.Sequential(torch.nn.Linear(6, 16), *layers).double(), numbers(34, 6)
 
     def step(embed_all):
         torch.manual_seed(1)
+        layers[0].reset_running_stats()
         z = embed_all() + 0.1 * torch.rand(1)                  # a loss may use random numbers, too
         module.zero_grad()
         loss = kernels.info_nce(*z.chunk(2), 0.3, symmetric=True, normalize=True)
         loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in module.parameters()), torch.rand(1)]
+        statistics = [x.clone() for x in module.buffers()]
+        return [loss.detach(), *(p.grad.clone() for p in module.parameters()), *statistics, torch.rand(1)]
 
-    for size, has_dropout in itertools.product((1, 5, 33), (True, False)):
-        module.train(has_dropout)
+    for size, training in ((2, True), (5, True), (32, True), (1, False), (5, False), (33, False)):
+        module.train(training)
         chunks = x.split(size)
         found = step(lambda: kernels.embed_in_chunks(module, chunks, module))
-        exact = step(lambda: torch.cat([module(chunk) for chunk in chunks]) if has_dropout else module(x))
+        exact = step(lambda: torch.cat([module(chunk) for chunk in chunks]) if training else module(x))
         errors = list(map(error_of, found, exact))
-        assert max(errors) <= 1e-10, f"chunks of {size}, dropout {has_dropout}, {errors}"
+        assert max(errors) <= 1e-10, f"chunks of {size}, training {training}, {errors}"

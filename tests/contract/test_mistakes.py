@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from good import change_files, with_settings, words
 from safetensors.torch import load, save
 
-from command import run
+from good import change_files, with_settings, words
+from running import run_command
 
 # ── functions that set a condition in the process of a command, before the command runs ──
 
@@ -52,6 +52,10 @@ MISTAKES = [
     ("tacl --dev", {}, "--dev | expected one argument"),
     ("dclr --batch-size -4", {}, "--batch-size | -4 | at least 1"),
     ("moco --lr fast", {}, "--lr | fast"),
+    ("simcse --lr nan", {}, "--lr | nan | a number of at least 0"),
+    ("simcse --batch-size 1", {}, "--batch-size 1 | at least 2"),
+    ("simcse --batch-size 13", {}, "few.csv | 12 rows | --batch-size | smaller"),
+    ("simcse --max-length 513", {}, "--max-length 513 | scratch | at most 512 tokens"),
     ("vascl --pooling sum", {}, "--pooling | sum | cls | avg"),
     ("simcse --columns sent0 nothing", {}, "few.csv | --columns | nothing | sent0, sent1, hard_neg"),
     ("simcse --evaluate --model bert", {}, "--evaluate | nothing to evaluate | --dev"),
@@ -108,10 +112,17 @@ MISTAKES = [
     ("moco --out net", {}, "--out net | finished run"),
     ("simcse --out half", {}, "--out half | another run | --resume"),
     ("vascl --out few.txt", {}, "--out few.txt"),
+    ("moco --data photos --out photos/new/out", {}, "--out photos/new/out: inside --data photos"),
     ("simcse --out bert --resume", {}, "--out bert | no state.pt | resume"),
     ("simcse --out half --resume --lr 1", {}, "--resume | lr was 0.002 | now it is 1"),
     ("simcse --out half --resume", OTHER_DATA, "--resume | --data few.csv | changed"),
     ("simcse --out half --resume", {"half/state.pt": lambda old: old[:-99]}, "state.pt"),
+    ("simcse --out half --resume", {"half/state.pt": None}, "half | finished run | --model half --out NEW"),
+    ("simcse --out half --resume", {"half/metrics.jsonl": "{\n"}, "metrics.jsonl in half cannot be read"),
+    ("simcse --out half --resume", {"half/args.json": None}, "args.json | in half cannot be read"),
+    ("simcse --out half --resume --pooling cls", {}, "pooling was avg in half, now it is cls"),
+    ("simcse --out half --resume --steps 9", {}, "steps was 1 in half, now it is 9; to train | --out NEW"),
+    ("simcse --out half --resume --steps 9", {"half/config.json": None}, "now it is 9; start a new run"),
     ("simcse --out ../half --resume", {}, "few.csv | No such file", partial(os.chdir, "bert")),
     # ── machine ──
     ("cline", {}, "--out out | writable", partial(close, ".", 0o500)),
@@ -139,7 +150,7 @@ def check_refusal(done, script, message):
 def test_mistakes(command, made, message, condition, here):
     change_files(here, made)
     before = files_in(here)
-    done = run(words(command), here, setup=condition)
+    done = run_command(words(command), here, setup=condition)
     check_refusal(done, command.split()[0], message)
     assert files_in(here) == before
 
@@ -149,7 +160,7 @@ def test_mistakes(command, made, message, condition, here):
     ("simcse --ignore-equal --data a.csv", {"a.csv": "A dog,A cat\n" * 9}, "--ignore-equal | no negatives")])
 def test_mistakes_during_training(command, made, message, here):
     change_files(here, made)
-    check_refusal(run(words(command), here), command.split()[0], message)
+    check_refusal(run_command(words(command), here), command.split()[0], message)
 
 
 @pytest.mark.parametrize("script, keep, message", [
@@ -157,6 +168,6 @@ def test_mistakes_during_training(command, made, message, here):
     ("moco --eval-every 1", {"state.pt", "model.safetensors"}, "finite | checkpoint of step 1 | --lr")])
 def test_loss_that_is_not_finite(script, keep, message, here):
     """The run ends with exit code 2 and one line. If it has saved a checkpoint, the checkpoint remains."""
-    done = run(words(f"{script} --lr 1e18 --steps 3"), here)
+    done = run_command(words(f"{script} --lr 1e18 --steps 3"), here)
     check_refusal(done, script.split()[0], message)
     assert keep == {path.name for path in (here / "out").iterdir()} & {"state.pt", "model.safetensors"}

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from good import change_files, with_settings, words
 
-from command import run
+from good import change_files, with_settings, words
+from running import run_command
 
 
 class Bomb:
@@ -100,7 +100,7 @@ def say_yes():
 @each_input
 def test_no_code_runs(number, here):
     mark, (command, *_) = write_input(here, *INPUTS[number]), INPUTS[number]
-    done = run(words(command), here, setup=say_yes)
+    done = run_command(words(command), here, setup=say_yes)
     assert not mark.exists()
     refusal = rf"{os.path.basename(command.split()[0])}\.py: [^\x00-\x1f\x7f]+\n"
     assert done.code == 0 and not done.errors or done.code == 2 and re.fullmatch(refusal, done.errors), done
@@ -124,5 +124,5 @@ def test_programs_work(number, here, monkeypatch):
 def test_no_code_of_the_hub_is_downloaded(name, script, here):
     """A config can name compiled kernels on the hub. Tests are offline, so a download would be an error."""
     change_files(here, {"bert/config.json": with_settings(**{name: "kernels-community/flash-attn"})})
-    done = run(words(f"{script} --model bert"), here)
+    done = run_command(words(f"{script} --model bert"), here)
     assert done.code == 0 and not done.errors

@@ -19,12 +19,6 @@ import tacl
 import vascl
 from loss_check import cases, cast, check, numbers
 
-
-@pytest.fixture(autouse=True)
-def scripts_stay_on_the_cpu():
-    """Let these tests see the GPU: replace the fixture of tests/conftest.py that hides it."""
-
-
 DTYPES = [torch.float64, torch.float32]
 N = 13
 X, Y, Z, E, P = (numbers(N, 8, seed=seed) for seed in range(5))

@@ -6,27 +6,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoTokenizer
 
-from command import DATA, train
+from formulas import spearman
+from running import DATA, embed_saved, train
 
-# {name: (fixture of the model, flags of the run)}
-FOLDERS = {"mean": ("bert", ["--pooling", "avg"]),
-           "first token": ("bert", ["--pooling", "cls", "--head", "keep"]),
-           "before the pooler": ("bert", ["--pooling", "cls_before_pooler"]),
-           "first and last layer": ("bert", ["--pooling", "avg_first_last"]),
-           "last two layers": ("bert", ["--pooling", "avg_top2"]),
-           "decoder": ("decoder", ["--pooling", "last"]),
-           "head": ("bert", ["--pooling", "avg", "--head", "keep", "new"]),
-           "prompt": ("bert", ["--pooling", "avg", "--prompt", "say: "])}
+# {name: (bert or family of the model, flags of the run, pooling of the saved folder)}
+FOLDERS = {"mean": ("bert", ["--pooling", "avg"], "avg"),
+           "first token": ("bert", ["--pooling", "cls", "--head", "keep"], "pooler"),    # the head is BERT's
+           "before the pooler": ("bert", ["--pooling", "cls_before_pooler"], "cls"),
+           "first and last layer": ("bert", ["--pooling", "avg_first_last"], "avg_first_last"),
+           "last two layers": ("bert", ["--pooling", "avg_top2"], "avg_top2"),
+           "decoder": ("Qwen2", ["--pooling", "last"], "last"),
+           "head": ("bert", ["--pooling", "avg", "--head", "keep", "new"], "avg"),
+           "prompt": ("bert", ["--pooling", "avg", "--prompt", "say: "], "avg")}
 every_folder = pytest.mark.parametrize("name", FOLDERS)
 
 
 @pytest.fixture
-def saved(name, tmp_path, bert, decoder):
+def saved(name, tmp_path, bert, folder_of):
     """Return the output folder of a short run of simcse.py with the flags FOLDERS[name]."""
-    model, flags = FOLDERS[name]
-    model = dict(bert=bert, decoder=decoder)[model]
+    model, flags = FOLDERS[name][:2]
+    model = bert if model == "bert" else folder_of(model)
     train(["simcse", "--model", model, "--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 4,
            "--lr", 1e-2, "--out", "out", *flags], tmp_path)
     return tmp_path / "out"
@@ -40,37 +40,12 @@ def scored_pairs(count=60):
 
 def embed(folder, sentences, name):
     """Embed sentences one by one with transformers alone, by the definition of each pooling."""
-    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    rows = []
-    for sentence in sentences:
-        text = ("say: " if name == "prompt" else "") + sentence
-        tokens = tokenizer(text, return_tensors="pt")
-        with torch.no_grad():
-            output = model(**tokens, output_hidden_states=True)
-        states = output.last_hidden_state[0]
-        if name == "first token":                              # the head is BERT's pooler
-            rows.append(output.pooler_output[0])
-        elif name == "before the pooler":
-            rows.append(states[0])
-        elif name in ("first and last layer", "last two layers"):
-            other = output.hidden_states[1 if name.startswith("first") else -2][0]
-            rows.append((other.mean(0) + states.mean(0)) / 2)
-        elif name == "decoder":
-            rows.append(states[-1])
-        else:
-            rows.append(states.mean(0))
-    rows = torch.stack(rows)
+    prompt = "say: " if name == "prompt" else ""
+    rows = embed_saved(folder, [prompt + sentence for sentence in sentences], FOLDERS[name][2])
     if name == "head":
         head = load_file(folder / "2_Dense" / "model.safetensors")
         rows = torch.tanh(F.linear(rows, head["linear.weight"], head.get("linear.bias")))
     return rows
-
-
-def spearman(x, y):
-    """Return Spearman's rank correlation times 100; equal values share their mean rank."""
-    ranks = [(values[:, None] > values).double().sum(1) + (values[:, None] == values).double().sum(1) / 2
-             for values in (x, y)]
-    return 100 * torch.corrcoef(torch.stack(ranks))[0, 1].item()
 
 
 @every_folder
@@ -79,7 +54,7 @@ def test_transformers(name, saved, tmp_path):
     (first, second), gold = scored_pairs()
     (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tscore\n" + "".join(
         f"{a}\t{b}\t{score}\n" for a, b, score in zip(first, second, gold.tolist())), "utf-8")
-    wanted = spearman(F.cosine_similarity(embed(saved, first, name), embed(saved, second, name)), gold)
+    wanted = 100 * spearman(F.cosine_similarity(embed(saved, first, name), embed(saved, second, name)), gold)
     printed = train(["simcse", "--evaluate", "--model", "out", "--dev", "dev.tsv"], tmp_path)
     assert float(re.search(r"\ndev +(-?[0-9.]+) ", printed)[1]) == pytest.approx(wanted, abs=0.011)
 

@@ -1,4 +1,4 @@
-"""Rows, masks and losses for the tests of this folder, and comparison of losses with eager in float64.
+"""Rows, masks and losses for the tests of this folder. Losses are compared with eager in float64.
 
 Tolerances depend on eager: an implementation may have three times the error of eager in the same dtype, plus
 a few units of rounding, because eager may be exact by chance. All tensors are on DEVICE, which is the GPU or,

@@ -72,14 +72,15 @@ def test_softmax_losses(loss, impl, q_dtype, k_dtype, autocast, monkeypatch):
 
 @pytest.mark.parametrize("impl", ["eager", "blockwise"])
 def test_sums_and_masks_are_not_rounded(impl):
-    """A sum of 50,000 is too large for float16. Products of features are near the threshold phi."""
+    """A sum of 50,000 is too large for float16. Products of features are 2,051, below phi = 2,052, so that no
+    column is excluded. In float16 these products would be 2,052."""
     h, w = 30 * unit_rows(1500, 16, F32, 90), unit_rows(1500, 16, F32, 91)
     targets = torch.arange(1500, device=DEVICE).masked_fill(torch.arange(1500, device=DEVICE) == 7, -100)
-    features = unit_rows(60, 40, F32, 92), unit_rows(70, 40, F32, 93), 0.1
+    features = torch.full((60, 1), 2051.0, device=DEVICE), (torch.arange(70, device=DEVICE) % 2.0)[:, None]
 
     def results():
         mean = kernels.linear_cross_entropy(h, w, targets, temperature=0.5, impl=impl)
-        return mean, kernels.similarity_lse(h[:60], w[:70], similar=features, impl=impl)
+        return mean, kernels.similarity_lse(h[:60], w[:70], similar=(*features, 2052.0), impl=impl)
 
     exact = results()
     with torch.autocast(DEVICE, F16):

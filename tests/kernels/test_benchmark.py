@@ -14,8 +14,7 @@ from kernels import benchmark
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def in_the_repository(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
 
 

@@ -3,17 +3,15 @@
 Losses of vectors are compared with formulas. All losses are compared with those of the installed libraries.
 """
 import importlib.util
-import os
 import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import loss_formulas as formulas
-from running import NLI, ROOT, fork_context, free_port, small_bert
+from running import NLI, ROOT, run_ranks, small_bert
 
 PAGE = (ROOT / "docs/drop-ins.md").read_text("utf-8")
 ST, METRIC = "sentence_transformers.sentence_transformer.losses", "pytorch_metric_learning.losses"
@@ -225,26 +223,19 @@ def texts_of_process(title, rank, bert):
     return text_results(loss, loss.model, columns)             # if DDP is not ready, the second step fails
 
 
-def one_process(rank, port, bert, folder):
-    """Run one of two processes, and save {title: results}."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def one_process(rank, bert, folder):
+    """Save {title: results} of one of two processes."""
     found = {title: vectors_of_process(title, rank) for title in PAIRS}
     if importlib.util.find_spec("sentence_transformers"):
         found |= {title: texts_of_process(title, rank, bert) for title in TEXT}
     torch.save(found, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """Return [{title: results} of process 0, {title: results} of process 1]."""
     folder = tmp_path_factory.mktemp("processes")
-    fork_context()
-    args = free_port(), small_bert(folder / "bert"), folder
-    torch.multiprocessing.start_processes(one_process, args, 2, start_method="forkserver")
+    run_ranks(one_process, 2, small_bert(folder / "bert"), folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

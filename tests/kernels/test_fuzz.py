@@ -73,6 +73,7 @@ def draw_settings(pick):
     size = pick.choice([128, 256, 2 ** 14])
     return {"gpu.heuristics.SHIFT_LOGITS": pick.choice([0, 2 ** 26]),
             "gpu.launch.MAX_POINTER_WORK": pick.choice([0, 2 ** 33]),
+            "gpu.launch.EMULATED_MULTIPROCESSORS": pick.choice([1, 132]),
             "gpu.lse_forward.table_block_shape": lambda q, k, square: (size, size),
             "blockwise.ONE_STRIP": 0, "blockwise.MIN_STRIP_ROWS": pick.choice([3, 32]),
             "gpu.heuristics.MAX_SMALL_D": pick.choice([0, 64, 256])}

@@ -14,13 +14,7 @@ from comparing import (
     unit_rows,
 )
 
-from kernels import (
-    info_nce,
-    linear_cross_entropy,
-    sigmoid_loss,
-    similarity_topk,
-    sup_con_loss,
-)
+from kernels import info_nce, linear_cross_entropy, sigmoid_loss, similarity_topk, sup_con_loss
 
 # {name: (fused implementation, settings)}: blockwise with one strip (block of rows) or several; Triton with
 # its code paths for few logits, for many logits, and for a large D

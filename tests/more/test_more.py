@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from command import MORE
 from kernels.training.loop import decay_groups
-from running import ROOT
+from running import MORE, ROOT
 from uncorrected_adamw import UncorrectedAdamW
 
 

@@ -9,6 +9,7 @@ import torch
 
 import childtuning
 from childtuning import ChildTuningAdamW, fisher_information, fisher_mask, sample_mask
+from loss_check import numbers
 from running import DATA, equal, metrics, run
 
 
@@ -17,12 +18,8 @@ def loss(model, batch):
     return sum((model[name] * x).sum() for name, x in batch.items())
 
 
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def random_masks(weights, seed):
-    return {w: randn(*w.shape, seed=seed + i) < -0.3 for i, w in enumerate(weights)}
+    return {w: numbers(*w.shape, seed=seed + i) < -0.3 for i, w in enumerate(weights)}
 
 
 # ── the optimizer ──
@@ -34,7 +31,7 @@ def test_steps_follow_the_released_rule(mode, p, correct_bias):
     """Ten steps give the same weights as NumPy code, with two parameter groups and a falling learning rate.
     In every third step, one weight has no gradient. In the last step, some gradients are NaN; a NaN counts as
     0 where the mask is 0. With p = 1 there is no mask."""
-    weights = [torch.nn.Parameter(randn(*shape)) for shape in ((5, 7), (5,), (), (1, 3), (17, 11))]
+    weights = [torch.nn.Parameter(numbers(*shape)) for shape in ((5, 7), (5,), (), (1, 3), (17, 11))]
     weights[0] = torch.nn.Parameter(weights[0].detach().T)     # not contiguous
     masks = random_masks(weights[:-2] + weights[-1:], 50)      # weights[-2] has no mask
     given = dict(D=dict(masks), F=masks.get).get(mode[-1]) if p < 1 else None
@@ -42,7 +39,7 @@ def test_steps_follow_the_released_rule(mode, p, correct_bias):
     optimizer = ChildTuningAdamW(groups, 0.01, correct_bias=correct_bias, mode=mode, reserve_p=p, masks=given)
     states = [(w.tolist(), 0, 0, 0) for w in weights]
     for step in range(10):
-        gradients = [randn(*w.shape, seed=100 * step + i).numpy() for i, w in enumerate(weights)]
+        gradients = [numbers(*w.shape, seed=100 * step + i).numpy() for i, w in enumerate(weights)]
         gradients[1] = gradients[1] if step % 3 else None
         gradients[4][gradients[4] > (1.5 if step == 9 else 9)] = math.nan
         masks |= random_masks(list(masks), 1000 * step) if mode[-1] == "F" else {}
@@ -91,9 +88,9 @@ def test_fisher_information(clip, capsys):
     """Each tensor's gradient is clipped separately. A batch with a non-finite gradient is skipped. The masks
     select the largest values of all tensors together. For p = 0.9 the threshold is 0: all are selected."""
     names = "unused", "frozen", "layer_W", "layer_b"
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(randn(2, 3)) for name in names})
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(numbers(2, 3)) for name in names})
     model["frozen"].requires_grad_(False)
-    batches = [dict(layer_W=randn(2, 3, seed=i), layer_b=randn(2, 3, seed=i + 13)) for i in range(13)]
+    batches = [dict(layer_W=numbers(2, 3, seed=i), layer_b=numbers(2, 3, seed=i + 13)) for i in range(13)]
     wanted = {name: torch.zeros(2, 3, dtype=torch.float64) for name in model}
     for name, gradient in (pair for batch in batches for pair in batch.items()):
         shrunk = min(1, (clip or math.inf) / (gradient.square().sum().sqrt() + 1e-6))

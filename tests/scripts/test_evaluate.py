@@ -1,23 +1,13 @@
 """Test which checkpoint a script keeps, and which score --evaluate prints."""
 import copy
-import importlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+import simcse
 from running import DATA, NLI, equal, few_pairs, run_text, saved_weights
 
 SMALL = ["--model", "scratch", "--batch-size", 8]
-
-
-def evaluate(name, capsys, *flags):
-    """Run a script with --evaluate, check that it changes no file, and return its last printed line."""
-    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
-    capsys.readouterr()
-    importlib.import_module(name).main(["--evaluate", *map(str, flags)])
-    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
-    return capsys.readouterr().out.splitlines()[-1]
 
 
 def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
@@ -42,8 +32,10 @@ def test_the_mean_over_test_sets(cwd, bert, capsys):
     """The last line has the mean score over the files of --test, without --dev. The model's folder does not
     name a pooling, so the flag --pooling is needed."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
-    flags, files = ["--model", bert, "--pooling", "avg"], ["one.tsv", few_pairs(Path(), 30)]
-    alone = [float(evaluate("simcse", capsys, *flags, "--test", file).split()[1]) for file in files]
-    both = evaluate("simcse", capsys, *flags, "--test", *files, "--dev", DATA / "sts.tsv")
-    assert both.startswith("test ") and both.endswith(" mean")
-    assert float(both.split()[1]) == pytest.approx(np.mean(alone), abs=0.006)
+    files, last_lines = ["one.tsv", few_pairs(Path(), 30)], []
+    for given in (files[:1], files[1:], [*files, "--dev", DATA / "sts.tsv"]):
+        simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--test", *map(str, given)])
+        last_lines.append(capsys.readouterr().out.splitlines()[-1].split())
+    assert last_lines[2][0] == "test" and last_lines[2][-1] == "mean"
+    one, other, both = (float(words[1]) for words in last_lines)
+    assert both == pytest.approx((one + other) / 2, abs=0.006)

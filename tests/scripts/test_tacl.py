@@ -15,17 +15,13 @@ import loss_formulas
 import tacl
 from families import small_model
 from loss_formulas import cosines
-from running import SENTENCES, equal, run
+from running import equal, run
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Write the files of --data and --dev, and return flags for a run on these files."""
-    folder, lines = tmp_path_factory.mktemp("documents"), [line for line, in SENTENCES]
-    for name, head, first, count in (("data", "", 0, 8), ("dev", "I\n", 500, 4)):
-        documents = ["\n".join(lines[i : i + 5]) for i in range(first, first + 5 * count, 5)]
-        (folder / name).write_text(head + "\n\n".join(documents), encoding="utf-8")
-    return ["--batch-size", 8, "--max-length", 48, "--data", folder / "data", "--dev", folder / "dev"]
+@pytest.fixture
+def files(documents):
+    """Return flags for a run on these two files."""
+    return ["--batch-size", 8, "--max-length", 48, "--data", documents[0], "--dev", documents[1]]
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,15 @@
-"""Compare batch order, learning rates, and what the ranks of a run exchange with simple implementations."""
+"""Test batch order, and what the ranks of a run exchange, by comparison with simple implementations.
+tests/scripts/test_numbers.py tests the learning rates."""
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from kernels import gather_rows, own_rows
 from kernels.training import loop
-from kernels.training.loop import batches, steps_per_epoch, warmup_cosine, warmup_linear
-from running import fork_context, free_port
+from kernels.training.loop import batches, steps_per_epoch
+from running import run_ranks
 
 
 def order(steps, skip=0, rows=23, seed=3, least=1):
@@ -39,16 +39,6 @@ def test_last_batch_with_too_few_rows_is_skipped(rows, least):
     assert sizes == [4] * (rows // 4) + last + [4]             # [4]: first batch of the next epoch
 
 
-@pytest.mark.parametrize("ours, theirs", [(warmup_linear, get_linear_schedule_with_warmup),
-                                          (warmup_cosine, get_cosine_schedule_with_warmup)])
-@pytest.mark.parametrize("total, warmup", [(20, 2), (1079, 108), (1, 1), (5, 0)])
-def test_schedules_equal_those_of_transformers(ours, theirs, total, warmup):
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
-    schedule = theirs(optimizer, warmup, total)
-    for step in range(total):
-        assert ours(step, total, warmup, 2.0) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
-        optimizer.step()
-        schedule.step()
 
 
 # ── three ranks ──
@@ -68,14 +58,12 @@ def make_gradients(rank):
     return model
 
 
-def rank_main(rank, world_size, port, out):
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+def sum_and_gather(rank, out):
     for bucket_bytes in BUCKETS:
         loop.BUCKET_BYTES, model = bucket_bytes, make_gradients(rank)
         loop.all_reduce_gradients(model)
         torch.save([weight.grad for weight in model], out / f"{rank} {bucket_bytes}")
     check_gathered_rows(rank)
-    dist.destroy_process_group()
 
 
 def check_gathered_rows(rank):
@@ -98,9 +86,7 @@ def check_gathered_rows(rank):
 
 def test_ranks_sum_gradients_and_gather_rows(tmp_path):
     """All ranks get the sums of the gradients, with many small buckets and with one bucket per dtype."""
-    fork_context()
-    arguments = 3, free_port(), tmp_path
-    torch.multiprocessing.start_processes(rank_main, arguments, 3, start_method="forkserver")
+    run_ranks(sum_and_gather, 3, tmp_path)
     gradients = [[weight.grad for weight in make_gradients(rank)] for rank in range(3)]
     expected = [sum(x for x in parts if x is not None) for parts in zip(*gradients)]
     for rank, bucket_bytes in itertools.product(range(3), BUCKETS):

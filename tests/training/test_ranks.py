@@ -5,9 +5,8 @@ import time
 import pytest
 import torch
 
-from command import DATA, start_rank
 from kernels.training import loop
-from running import equal, free_port
+from running import DATA, end, equal, free_port, start_rank
 
 COMMAND = ["simcse", "--model", "scratch", "--data", DATA / "nli.csv", "--batch-size", 8,
            "--keep-state", "always"]
@@ -18,14 +17,6 @@ def start_both(folder, *flags, setup=None, of_rank_1=()):
     port, words = free_port(), [*COMMAND, "--out", folder.parent / "out", *flags]
     return [start_rank(0, 2, port, words, folder / "0", setup),
             start_rank(1, 2, port, [*words, *of_rank_1], folder / "1", setup)]
-
-
-def end(process):
-    """Wait for a process and return its exit code. A process that hangs is killed after 60 seconds."""
-    process.join(60)
-    process.kill()
-    process.join()
-    return process.exitcode
 
 
 @pytest.mark.parametrize("flag, message", [

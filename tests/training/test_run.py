@@ -3,18 +3,15 @@ import itertools
 import os
 import re
 import resource
-import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import simcse
-from kernels.training.errors import UserError
-from kernels.training.out import atomic_file, check_out
+from kernels.training.out import atomic_file
 from running import KEPT, SMALL, equal, metrics, rejects, saved_weights
 
 FLAGS = [*SMALL, "--steps", "3", "--eval-every", "1"]
@@ -76,32 +73,7 @@ def test_keep_state(keep, during, after, cwd, capfd):
     assert saved_step("out") == 3 and [row["step"] for row in metrics(Path("out"))] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("file, change, flags, wanted", [
-    ("state.pt", None, "", r"--out out contains a finished run; .* new run with --model out --out NEW"),
-    ("metrics.jsonl", lambda old: b"{\n", "", "--resume: .* or metrics.jsonl in out cannot be read .*"),
-    ("config.json", None, "--steps 9", "--resume: steps was 1 in out, now it is 9; start a new run in .*"),
-    ("args.json", None, "", "--resume: args.json, .* in out cannot be read .*"),
-    ("args.json", bytes, "--pooling cls", r"--resume: pooling was avg in out, now it is cls"),
-    ("args.json", bytes, "--steps 9", "--resume: steps was 1 in out, now it is 9; to train .* --out NEW")])
-def test_resume_refuses(file, change, flags, wanted, cwd, capfd, finished):
-    """The message names the changed flag, or the file that is missing or damaged."""
-    path = Path(shutil.copytree(finished, "out"), file)
-    path.write_bytes(change(path.read_bytes())) if change else path.unlink()
-    rejects("simcse", capfd, wanted, *SMALL, "--out", "out", "--resume", *flags.split())
-
-
 # ── saving ──
-
-
-def test_out_inside_an_input_is_refused(cwd):
-    """Without this check, the run would write into a folder of images."""
-    Path("images").mkdir()
-    inputs = dict(data="training data", test="held-out data")
-    args = SimpleNamespace(inputs=inputs, data="x", test=["images"], out="images/out")
-    with pytest.raises(UserError, match="--out images/out: inside --test images; choose another folder"):
-        check_out(args)
-    args.out = "images-out"
-    check_out(args)
 
 
 def test_files_are_flushed_before_they_are_renamed(cwd, monkeypatch):

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 from PIL import Image
 
-from command import DATA, train
+from running import DATA, train
 
 TEXT = "--model scratch --batch-size 4 --steps 1"
 IMAGES = "--data few.npz --model resnet-small --batch-size 8 --steps 1 --probe-epochs 0"
