@@ -224,12 +224,12 @@ def set_head(model, saved, args, default_use):
 def set_prompts_and_length(model, args, columns):
     """Let --prompt and --max-length override the saved settings of a SentenceEncoder."""
     prompts = tuple(getattr(args, "prompt", None) or ())
-    if len(prompts) not in (0, 1, min(2, columns), columns):
-        fail(f"--prompt: found {len(prompts)} texts for {columns} columns, expected 1 for all or 1 for each")
     if prompts:
         model.prompts, model.default_prompt = prompts, prompts[0]
     if getattr(args, "evaluate", False):                       # texts are not truncated to --max-length
         return
+    if len(prompts) not in (0, 1, min(2, columns), columns):
+        fail(f"--prompt: found {len(prompts)} texts for {columns} columns, expected 1 for all or 1 for each")
     longest = longest_input(model.encoder, model.tokenizer)
     if args.max_length > longest:
         fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")

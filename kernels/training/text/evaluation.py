@@ -64,7 +64,7 @@ class Evaluator:
 def evaluate_model(evaluator, script, pooling="cls"):
     """Run --evaluate: print the scores of --model on the evaluator's data."""
     args, run = evaluator.args, Run(evaluator.args, script)
-    model = build_encoder(args, run, pooling, columns=len(args.prompt or [""])).to(run.device)
+    model = build_encoder(args, run, pooling).to(run.device)
     log("model", describe_model(model, args))
     if args.dev:
         evaluator.print_score("dev", model, args.dev, evaluator.dev)
