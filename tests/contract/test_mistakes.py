@@ -127,8 +127,7 @@ MISTAKES = [
     # ── machine ──
     ("cline", {}, "--out out | writable", partial(close, ".", 0o500)),
     ("vascl", {}, "few.txt | Permission denied", partial(close, "few.txt", 0)),
-    ("moco --queue-size 5000000", {}, "memory is full | lower | --batch-size", partial(limit_memory, 1000)),
-    ("moco --queue-size 1000000000000", {}, "1000000000000 | memory")]
+    ("moco --queue-size 5000000", {}, "memory is full | lower | --batch-size", partial(limit_memory, 1000))]
 
 
 def files_in(folder):
@@ -155,12 +154,10 @@ def test_mistakes(command, made, message, condition, here):
     assert files_in(here) == before
 
 
-@pytest.mark.parametrize("command, made, message", [
-    ("simclr --form code --chunk-size 5", {}, "--chunk-size 5 | 1 view | batch norms"),
-    ("simcse --ignore-equal --data a.csv", {"a.csv": "A dog,A cat\n" * 9}, "--ignore-equal | no negatives")])
-def test_mistakes_during_training(command, made, message, here):
-    change_files(here, made)
-    check_refusal(run_command(words(command), here), command.split()[0], message)
+def test_a_batch_without_negatives(here):
+    change_files(here, {"a.csv": "A dog,A cat\n" * 9})
+    done = run_command(words("simcse --ignore-equal --data a.csv"), here)
+    check_refusal(done, "simcse", "--ignore-equal | no negatives")
 
 
 @pytest.mark.parametrize("script, keep, message", [

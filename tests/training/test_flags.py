@@ -57,8 +57,7 @@ def test_large_folders_and_names_of_new_models(cwd):
 @pytest.mark.parametrize("script, flags, wanted", [
     ("simcse", "", "the following arguments are required: --data"),
     ("simcse", "--resume --out none", "--resume: no run in none"),
-    ("simcse", "--data pipe.txt", "--data pipe.txt: neither a file nor a folder; .*"),
-    ("simclr", "--data a.npz --finetune b.npz", "--finetune gives the training data; leave out --data")])
+    ("simcse", "--data pipe.txt", "--data pipe.txt: neither a file nor a folder; .*")])
 def test_missing_data(script, flags, wanted, cwd, capfd):
     os.mkfifo("pipe.txt")
     rejects(script, capfd, wanted, *flags.split())
