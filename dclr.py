@@ -48,7 +48,6 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForMaskedLM
 
 from kernels import check_rows, checks, gather_rows, own_rows, similarity_lse
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
@@ -60,7 +59,6 @@ from kernels.training.run import Run
 from kernels.training.text.checkpoint import read_saved_settings
 from kernels.training.text.encoders import build_encoder, describe_model
 from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.mlm import masked_lm_loss, untie_decoder
 from kernels.training.text.tokens import tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,8 +85,6 @@ def make_parser():
         help="β, length of one noise step; default 1e-3 (released code)")
     add("--noise-temperature", type=at_least(1e-4),
         help="τ_u, temperature in the gradient ascent of the noise; default --temperature (released code)")
-    add("--mlm-weight", type=at_least(0), default=0.0,
-        help="weight of the masked-LM loss; 0: off; default 0 (an option of the released code sets 0.1)")
     add("--guide", group="model", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
         help="frozen encoder that finds false negatives (the paper's complementary model): a hub name or a "
              "local folder; default princeton-nlp/unsup-simcse-bert-base-uncased (paper)")
@@ -118,13 +114,10 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Return the encoder with its pooling and head, and with a masked-LM decoder if --mlm-weight is not 0."""
-    auto = AutoModelForMaskedLM if args.mlm_weight else AutoModel
-    model = build_encoder(args, run, "cls", "train-only", auto)
+    """Return the encoder with its pooling and head."""
+    model = build_encoder(args, run, "cls", "train-only")
     if args.form == "code" and model.head_origin == "new head" and model.pooler is not None:
         model.head = torch.nn.Sequential(*model.pooler, *model.head)       # pretrained pooler, then new layer
-    if model.lm is not None:
-        untie_decoder(model.lm)
     log("model", describe_model(model, args))
     return model.to(run.device)
 
@@ -230,12 +223,7 @@ def compute_loss(model, batch, rows, args):
         loss = dclr_loss(z1, z2, noise, f1, f2, args.phi, args.temperature, args.form,
                          offset=own_rows(rows).start, impl=args.impl)
     loss = loss * (len(z1) / rows)
-    values = {"loss": loss.detach()}
-    if model.lm is not None:
-        mlm = masked_lm_loss(model, tokens, args.impl)
-        loss = loss + args.mlm_weight * mlm
-        values["mlm"] = mlm.detach()
-    return loss, values
+    return loss, {"loss": loss.detach()}
 
 
 def instance_weights(f1, f2, phi, *, offset=0):

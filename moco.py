@@ -20,8 +20,7 @@ separate statistics for --bn-splits parts of the batch, and images are shuffled 
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
-    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
-    .npy      images
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels
 Labels are only used for evaluation. Image files are decoded when they are needed; views are cropped before
 they are resized.
 

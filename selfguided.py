@@ -48,12 +48,11 @@ from kernels.training.data import IDENTIFIER, header_note, normalise_name, read_
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
-from kernels.training.papers.selfguided_layers import pool_layers
 from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
 from kernels.training.text.evaluation import Evaluator, evaluate_model
-from kernels.training.text.tokens import tokenise_table
+from kernels.training.text.tokens import restore_order, tokenise_table
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -190,6 +189,25 @@ def add_regulariser_gradient(model, fixed, args):
     differences = torch._foreach_sub(tuned, start)
     torch._foreach_add_([w.grad for w in tuned], differences, alpha=2 * args.regulariser_weight)
     return torch.stack(torch._foreach_norm(differences)).square().sum()
+
+
+@torch.no_grad()
+def pool_layers(model, fixed, batch, layers, pooling):
+    """Return the views (rows, layers, H) float32: the token states of some layers of F, pooled by "max",
+    "mean" or "sum". Layer 0 is the embedding layer. batch: from model.batch."""
+    pieces = []
+    for _, ids, mask in batch:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
+            output = fixed(input_ids=ids, attention_mask=mask, output_hidden_states=True, **model.no_cache)
+        views = []
+        for state in (output.hidden_states[layer].float() for layer in layers):
+            if pooling == "max":
+                views.append(state.masked_fill(mask[:, :, None] == 0, -1e9).amax(1))
+            else:
+                total = (state * mask[:, :, None]).sum(1)
+                views.append(total / mask.sum(1, keepdim=True) if pooling == "mean" else total)
+        pieces.append(torch.stack(views, 1))
+    return restore_order(torch.cat(pieces), batch)
 
 
 def compute_loss(model, batch, rows, args):

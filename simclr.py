@@ -18,8 +18,7 @@ docs/more/simclr_v2.py has the other stages of SimCLR v2: fine-tuning and distil
 
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
-    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels; or a folder of these .npy files
-    .npy      images
+    .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels
 Image files are decoded when they are needed; views are cropped before they are resized.
 
 Published test accuracies, with the flags that come closest to each setup; none is published for the defaults:
@@ -38,14 +37,13 @@ Departures from the released code:
 - SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
 - v2 has selective kernels and wider networks; this script has none of these.
 """
-import contextlib
 from argparse import BooleanOptionalAction
 
 import torch
 from torch import nn
 
 import kernels
-from kernels import check_rows, gather_rows, nt_xent, own_rows
+from kernels import check_rows, nt_xent, own_rows
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import Recipe, ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import evaluation
@@ -97,13 +95,11 @@ def make_parser():
         help="use batch norms in the projection head; default off (paper), or on with --form code")
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
-    add("--normalize", action=BooleanOptionalAction, default=True, help="normalise z to length 1; default on")
     add("--supervised", action="store_true",
         help="train with the SupCon loss; --recipe supcon also has the settings of SupCon's CIFAR-10 command")
     parser.add_recipes(RECIPES)
-    add("--optimizer", group="training", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
-        help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); nesterov: with "
-             "Nesterov momentum, and no weight decay for batch norms; default lars (paper)")
+    add("--optimizer", group="training", choices=("lars", "sgd"), default="lars",
+        help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); default lars (paper)")
     add("--lr-scaling", group="training", choices=("linear", "sqrt"), default="linear",
         help="linear: multiply --lr by batch size / 256; sqrt: by √(batch size); default linear")
     add("--warmup-epochs", group="training", type=at_least(0), default=10,
@@ -120,8 +116,6 @@ CROPS = Crops(min_area=0.08, attempts=100, sample_aspect=lambda u: 3 / 4 + (4 / 
 
 def load_data(path, args):
     """Load the images for training and evaluation, and set flags whose defaults depend on the image size."""
-    if args.supervised and not args.normalize:
-        fail("--no-normalize: --supervised needs normalised projections; leave out one of the two flags")
     images = ImageDataset(args, CROPS)
     fill_defaults(args, dict(colour=0.5, blur=0.0) if images.is_small else dict(colour=1.0, blur=0.5))
     if args.supervised and images.train.labels is None:
@@ -206,14 +200,14 @@ def compute_loss(model, batch, rows, args):
     z = torch.stack(model(views).chunk(2), 1)                  # (n, 2, D)
     own, gathered = own_rows(rows), None
     if len(z) < rows:                                          # several ranks
-        gathered = gather_keys(z, rows, args) if args.normalize else gather_rows(z, rows)
-    with loss_autocast(z, args) if args.normalize else contextlib.nullcontext():
+        gathered = gather_keys(z, rows, args)
+    with loss_autocast(z, args):
         if args.supervised:
             loss = sup_con_loss(z, labels[own], args.temperature, impl=args.impl, offset=own.start,
                                 gathered=None if gathered is None else (gathered, labels))
         else:
-            loss = simclr_loss(*z.unbind(1), args.temperature, offset=own.start, normalize=args.normalize,
-                               gathered=None if gathered is None else gathered.unbind(1), impl=args.impl)
+            loss = simclr_loss(*z.unbind(1), args.temperature, offset=own.start, impl=args.impl,
+                               gathered=None if gathered is None else gathered.unbind(1))
     loss = loss * (len(z) / rows)
     return loss, {"loss": loss.detach()}
 

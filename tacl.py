@@ -82,7 +82,6 @@ def make_parser():
         help="weight of the contrastive loss; 0: off; default 1 (paper)")
     add("--similarity", choices=("cosine", "dot"), default="cosine",
         help="similarity of token vectors; dot: dot product, not divided by τ; default cosine (paper)")
-    add("--whole-word", action="store_true", help="mask whole words (an option of the released code)")
     add("--grad-accum", group="training", type=at_least(1, int), default=1,
         help="number of micro-batches that each batch is split into; default 1")
     add("--dev-pairs", group="evaluation", type=at_least(1, int), default=1000,
@@ -162,9 +161,6 @@ def build_model(args, run):
     names = model.tokenizer.convert_ids_to_tokens(range(len(model.tokenizer)))
     model.special_ids = set(model.tokenizer.all_special_ids)
     model.regular_ids = [token for token in range(1, len(names)) if token not in model.special_ids]
-    model.suffix_ids = {token for token, name in enumerate(names) if name.startswith("##")}
-    if args.whole_word and not model.suffix_ids:
-        fail(f"--whole-word: the tokenizer of {args.model} has no pieces that begin with ##")
     heads = f", new heads: {', '.join(model.missing_heads)}" if model.missing_heads else ""
     size = sum(p.numel() for p in model.encoder.parameters()) / 1e6
     log("model", f"{args.model}, {size:.1f} M parameters{heads}; teacher {args.teacher or 'a frozen copy'}")

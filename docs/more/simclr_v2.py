@@ -62,9 +62,8 @@ def make_parser():
         help="keep the first N linear layers of --model's head; default 1 (paper), or 0 with --teacher")
     add("--teacher", group="model", reads="model",
         help="teacher model; default none: fine-tune --model. Else train --model to match this tuned model")
-    add("--optimizer", group="training", choices=("lars", "sgd", "nesterov", "adam"), default="lars",
-        help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); nesterov: with "
-             "Nesterov momentum, and no weight decay for batch norms; default lars (paper)")
+    add("--optimizer", group="training", choices=("lars", "sgd"), default="lars",
+        help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); default lars (paper)")
     add("--warmup-epochs", group="training", type=at_least(0),
         help="epochs of learning-rate warm-up; default 0, or 20 with --teacher (paper)")
     return parser

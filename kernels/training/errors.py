@@ -43,11 +43,6 @@ def one_line(text):
     return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
 
 
-def total_memory():
-    """Return the size of this machine's memory in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def is_first_rank():
     """Return whether this process prints messages and writes files: rank 0, or a process without torchrun."""
     return os.environ.get("RANK", "0") == "0"

@@ -40,7 +40,7 @@ WORDNET = ["--tagger", "lexicon", "--wordnet", DATA / "wordnet", "--data", DATA 
 # {script: (flags of a run that learns, its steps, flags of --evaluate, pattern of the score before and after,
 # smallest gain)}. `places` replaces names of fixtures and files, such as "bert", by paths.
 RUNS = {
-    "simclr": ([*IMAGES, "--optimizer", "adam", "--lr", 2e-3, "--warmup-epochs", 0], 30,
+    "simclr": ([*IMAGES, "--optimizer", "sgd", "--lr", 0.4, "--warmup-epochs", 0], 30,
                IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),  # check_learning checks the loss
     "moco": ([*IMAGES, "--queue-size", 120, "--bn-splits", 2, "--lr", 0.06], 30,
              IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),

@@ -8,10 +8,9 @@ from transformers import AutoModel
 import loss_formulas
 import selfguided
 from formulas import POOL
-from kernels.training.papers.selfguided_layers import pool_layers
 from kernels.training.text import tokens
 from running import ONE_BATCH, SENTENCES, embed_unbatched, run_text
-from selfguided import add_regulariser_gradient, compute_loss
+from selfguided import add_regulariser_gradient, compute_loss, pool_layers
 
 ROWS = [["Yes."], ["no, " * 20], *SENTENCES[:10]]
 TEXT = [row[0] for row in ROWS]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import UserError, fail, is_out_of_memory, total_memory
+from ..errors import UserError, fail, is_out_of_memory
 from ..out import names_below
 from .loading import ImageArrays, ImageFiles
 
@@ -24,21 +24,16 @@ def read_images(path, workers=None, skip=False):
         workers = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     with one_line_errors(path):
         if path.is_dir():
-            if (path / "images.npy").exists():                 # an unpacked .npz
-                return read_arrays(path, {file.stem: np.load(file, mmap_mode="r")
-                                          for file in path.glob("*.npy")})
             for first, test in (("data_batch_1", "test_batch"), ("train", "test")):      # CIFAR-10, CIFAR-100
                 if (path / first).is_file():
                     test = read_cifar([path / test]) if (path / test).exists() else None
                     return read_cifar(sorted(path.glob(first.replace("_1", "_*")))), test
             return ImageFiles(path, *list_folder(path), workers, skip), None
-        if path.suffix == ".npy":
-            return read_arrays(path, {"images": np.load(path, mmap_mode="r")})
         if path.suffix == ".npz":
             with np.load(path) as arrays:
                 return read_arrays(path, dict(arrays))
         path.stat()                                            # raises OSError if the path does not exist
-        fail(f"{path}: expected a folder of images, CIFAR's python batches, .npz or .npy")
+        fail(f"{path}: expected a folder of images, CIFAR's python batches, or .npz")
 
 
 @contextlib.contextmanager
@@ -78,8 +73,7 @@ def make_arrays(path, prefix, images, labels):
             found = f"{prefix}labels are {labels.dtype} {labels.shape}"
             fail(f"{path}: {found}, expected {len(images)} integers that are 0 or larger")
         labels = torch.from_numpy(np.array(labels, np.int64))
-    on_disk = isinstance(images, np.memmap) and images.nbytes > total_memory() / 4
-    return ImageArrays(images if on_disk else torch.from_numpy(np.array(images)), labels)
+    return ImageArrays(torch.from_numpy(np.ascontiguousarray(images)), labels)
 
 
 def read_cifar(paths):

@@ -26,7 +26,6 @@ FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits or fewer per channel
 ORIENTATION = 0x0112           # EXIF tag: how to turn the image; above 4, width and height change places
 REPAIR = "repair or delete it, or start again with --skip-damaged"
-CAN_FORK = "fork" in multiprocessing.get_all_start_methods()   # False: no workers, as they would start slowly
 
 
 class Cutter(NamedTuple):
@@ -71,7 +70,7 @@ class ImageSource:
 
 
 class ImageArrays(ImageSource):
-    """Images of one size: (N, H, W, 3) uint8, a tensor in memory or a memory-mapped NumPy array."""
+    """Images of one size: a tensor (N, H, W, 3) uint8 in memory."""
 
     def __init__(self, images, labels):
         super().__init__(len(images), labels)
@@ -83,16 +82,14 @@ class ImageArrays(ImageSource):
 
     def to_device(self, device):
         """Move images from memory to a GPU if they take less than a quarter of its free memory."""
-        if device.type == "cuda" and torch.is_tensor(self.images):
-            if self.images.nbytes < torch.cuda.mem_get_info()[0] / 4:
-                self.images = self.images.to(device)
+        if device.type == "cuda" and self.images.nbytes < torch.cuda.mem_get_info()[0] / 4:
+            self.images = self.images.to(device)
 
     def load_views(self, batches, cutter, device):
         """Yield the views of each batch of n images: (views · n, 3, size, size) float32 in [0, 1]."""
         for epoch, rows in batches:
             boxes = cutter.boxes(epoch, rows, np.tile(self.images.shape[2:0:-1], (len(rows), 1)))
-            found = self.images[self.kept[rows]]
-            x = to_float((found if torch.is_tensor(found) else torch.from_numpy(found)).to(device))
+            x = to_float(self.images[self.kept[rows]].to(device))
             yield torch.cat([crop_and_resize(x, part, cutter.size, cutter.bicubic) for part in boxes])
 
 
@@ -113,7 +110,7 @@ class ImageFiles(ImageSource):
         labels = torch.tensor([numbers[name] for name in labels]) if labels else None
         super().__init__(len(paths), labels, {number: name for name, number in numbers.items()})
         self.paths = np.array([*map(os.fsencode, paths)])      # an array takes less memory than a list
-        self.folder, self.workers = folder, workers if CAN_FORK else 0
+        self.folder, self.workers = folder, workers
         if skip:
             self.skip_damaged()
 

@@ -1,29 +1,14 @@
-"""The optimizers of simclr.py: LARS (You et al. 2017, arXiv 1708.03888), SGD and Adam."""
-import functools
-
+"""The optimizers of simclr.py: LARS (You et al. 2017, arXiv 1708.03888) and SGD."""
 import torch
 
 
 def make_optimizer(model, lr, args):
-    """Make the optimizer that --optimizer names, for an ImageEncoder. All but adam have momentum 0.9.
-
-    lars              weight decay for weight matrices only (paper)
-    sgd               weight decay for all weights (SupCon's code)
-    nesterov, adam    weight decay for all weights except those of batch norms (SimCLR's code)
-    """
-    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
-    kinds = dict(lars=LARS, sgd=momentum, nesterov=functools.partial(momentum, nesterov=True),
-                 adam=torch.optim.Adam)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    special, options = set(), {}                               # `special` weights get other `options`
-    if args.optimizer in ("nesterov", "adam"):
-        norms = (part for part in model.modules() if "BatchNorm" in type(part).__name__)
-        special = {p for part in norms for p in part.parameters()}
-        options = dict(weight_decay=0.0)
-    groups = [dict(params=[p for p in weights if p not in special])]
-    if special:
-        groups.append(dict(params=[p for p in weights if p in special], **options))
-    return kinds[args.optimizer](groups, lr=lr, weight_decay=args.weight_decay)
+    """Make the optimizer that --optimizer names, with momentum 0.9. sgd decays all weights (SupCon's code),
+    lars only weight matrices (paper)."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if args.optimizer == "lars":
+        return LARS(weights, lr, args.weight_decay)
+    return torch.optim.SGD(weights, lr, momentum=0.9, weight_decay=args.weight_decay)
 
 
 class LARS(torch.optim.Optimizer):

@@ -129,27 +129,18 @@ def mask_pair(ids, model, args, rng):
     """Choose tokens of a pair to predict, and mask them as BERT does. Return (masked ids, chosen), both (L,).
 
     15 % of the tokens are chosen: at least one, at most a quarter of --max-length, and no special tokens.
-    With --whole-word, 15 % of the words are chosen, at most a quarter of the pair's words. Each chosen token
-    independently becomes [MASK] with probability 0.8, or a random token with probability 0.1.
+    Each of them independently becomes [MASK] with probability 0.8, or a random token with probability 0.1.
     """
-    words = []
-    for i, token in enumerate(ids.tolist()):
-        if args.whole_word and token in model.suffix_ids and words and words[-1][-1] == i - 1:
-            words[-1].append(i)
-        elif token not in model.special_ids:
-            words.append([i])
-    limit, length = int(0.25 * args.max_length), len(ids)
-    if args.whole_word:
-        limit, length = len(words) // 4, len(words)
+    places = [i for i, token in enumerate(ids.tolist()) if token not in model.special_ids]
+    count = min(int(0.25 * args.max_length), max(1, round(0.15 * len(ids))), len(places))
     masked, chosen = ids.copy(), np.zeros(len(ids), bool)
-    for word in rng.sample(words, min(limit, max(1, round(0.15 * length)), len(words))):
-        for i in word:
-            chosen[i] = True
-            draw = rng.random()
-            if draw < 0.8:
-                masked[i] = model.tokenizer.mask_token_id
-            elif draw < 0.9:
-                masked[i] = rng.choice(model.regular_ids)
+    for i in rng.sample(places, count):
+        chosen[i] = True
+        draw = rng.random()
+        if draw < 0.8:
+            masked[i] = model.tokenizer.mask_token_id
+        elif draw < 0.9:
+            masked[i] = rng.choice(model.regular_ids)
     return masked, chosen
 
 

@@ -29,8 +29,8 @@ from ..flags import check_batch_size
 from ..progress import progress
 from ..run import Run
 from .checkpoint import save_transformer
+from .evaluation import pearson, spearman
 from .models import load_text_model, longest_input
-from .sts import pearson, spearman
 
 INTEGER = r"-?\d{1,18}"
 LOAD = 'pipeline("text-classification", "{}")'                  # how a user loads the saved folder

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import formulas
 from kernels.training.text.encoders import SentenceEncoder
-from kernels.training.text.sts import evaluate, load_sts, spearman
+from kernels.training.text.evaluation import evaluate, load_sts, spearman
 from running import embed_unbatched
 
 
