@@ -327,7 +327,7 @@ def main(argv=None):
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=args.weight_decay)
     run.extra_state["pointer"] = 0                             # the next row of the queue to replace
-    run.begin(model, optimizer, total, then=evaluation.probe_text(model, images, args))
+    run.begin(model, optimizer, total, then=evaluation.probe_text(images, args))
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop)
     model.train()

@@ -270,7 +270,7 @@ def main(argv=None):
     warmup = round(args.warmup_epochs * epoch)
     lr = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, lr, args)
-    run.begin(model, optimizer, total, warmup, evaluation.probe_text(model, images, args))
+    run.begin(model, optimizer, total, warmup, evaluation.probe_text(images, args))
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop)
     model.train()

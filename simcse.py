@@ -62,7 +62,7 @@ def make_parser():
     add = parser.add_argument
     text_flags(
         parser, model="bert-base-uncased", out="out/simcse", hard_negative_weight=(0.0, "0 (paper)"),
-        columns=(None, "chosen by the header, else all"), negatives=(None, "those of each row"),
+        columns=(None, "chosen by the header, else all"),
         eval_every=(125, "125 (released scripts; the paper has 250)"),
         pooling=(None, "as saved with --model, else cls (paper), avg for scratch, last for a decoder"),
         head=(None, "as saved with --model; else for cls pooling keep (unsupervised: train-only), else none"),
@@ -92,8 +92,7 @@ SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       #
 
 def load_data(path, args):
     """Return the Table of --data, and set the flags whose defaults depend on its number of columns."""
-    header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns,
-                               negatives=args.negatives)
+    header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     columns = len(next(iter(table))[1])
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
     fill_defaults(args, DEFAULTS_BY_COLUMNS[min(columns, 3)] | scratch)

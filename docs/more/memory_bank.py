@@ -135,7 +135,7 @@ def main(argv=None):
     total = args.steps or args.epochs * epoch
     lr = args.lr * args.batch_size / 256
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=args.weight_decay)
-    run.begin(model, optimizer, total, then=evaluation.probe_text(model, images, args))
+    run.begin(model, optimizer, total, then=evaluation.probe_text(images, args))
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop, 1)
     model.train()

@@ -150,19 +150,15 @@ class Table:
     names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
     join        True: a cell that is a list becomes one text, joined by |. False: the entries of the list
                 are several positives or negatives of the row (see spread)
-    negatives   negatives per row (--negatives): long lists are cut, short ones repeated. None: all rows need
-                equally many. 0: the same, but the script has no flag --negatives
     Attributes:
     header      names of the columns that are read, with their roles in front ("anchor sent0"); None: no names
     cell_roles  role of each column that is read, such as "anchor"; not set if the columns have no roles
     """
 
-    def __init__(self, path, roles=None, columns=None, names=(), join=False, negatives=0):
-        self.path, self.roles, self.columns = Path(path), roles, columns
-        self.join, self.negatives = join, negatives
+    def __init__(self, path, roles=None, columns=None, names=(), join=False):
+        self.path, self.roles, self.columns, self.join = Path(path), roles, columns, join
         self.header = self.keys = self.indices = self.header_row = self.count = self.width_of_rows = None
         self.has_header = self.is_unusual = False
-        self.changed = Counter()
         self.kind = Path(self.path.name.lower().removesuffix(".gz")).suffix
         if self.kind not in READERS:
             fail(f"{path}: expected a name that ends in {', '.join(READERS)}; .gz may follow")
@@ -288,18 +284,12 @@ class Table:
             texts[role] += cell if isinstance(cell, list) and role != self.cell_roles[0] else [cell]
         if not all(texts[role] for role in self.cell_roles):
             raise RowError("an empty list; fill it or delete the row")
-        negatives = texts.get("negative")
-        if negatives and self.negatives:
-            if len(negatives) != self.negatives:
-                self.changed["cut" if len(negatives) > self.negatives else "repeated"] += 1
-            texts["negative"] = [*itertools.islice(itertools.cycle(negatives), self.negatives)]
         anchor, positives, *others = texts.values()
         others = [*itertools.chain(*others)]
         rows = [[*anchor, positive, *others] for positive in positives]
         self.width_of_rows = self.width_of_rows or len(rows[0])
         if len(rows[0]) != self.width_of_rows:
-            hint = "" if self.negatives == 0 else "; --negatives N repeats or cuts the negatives of each row"
-            raise RowError(f"{len(rows[0])} texts, expected {self.width_of_rows} as in the first row{hint}")
+            raise RowError(f"{len(rows[0])} texts, expected {self.width_of_rows} as in the first row")
         return rows
 
 
@@ -340,9 +330,6 @@ def read_table(path, check=None, **options):
         fail(f"{path} {errors[0]}{more}")
     if not count:
         fail(f"{path}: no rows")
-    if table.changed:
-        found = ", ".join(f"{how} in {rows:,} rows" for how, rows in table.changed.items())
-        log("note", f"--negatives {table.negatives}: negatives {found}")
     table.count = count
     return table.header, table
 

@@ -37,8 +37,6 @@ SHARED_FLAGS = {
     "--columns": dict(group="data", nargs="+",
                       help="columns of --data to read, in the order described above: header names, or "
                            "numbers counted from 1"),
-    "--negatives": dict(group="data", type=at_least(1, int),
-                        help="number of hard negatives per row: longer lists are cut, shorter ones repeated"),
     "--image-size": dict(group="data", type=at_least(1, int), help="height and width of a view in pixels"),
     "--workers": dict(group="data", type=at_least(0, int),
                       help="processes that decode image files; 0: decode in the main process"),

@@ -28,19 +28,14 @@ def check_out(args):
                 fail(f"--out {out}: inside --{flag} {folder}; choose another folder")
     if existing != path or not any(path.iterdir()):
         return
-    started = next((name for name in ("state.pt", UNFINISHED) if (path / name).is_file()), None)
-    if not started and (path / "args.json").is_file():
-        other = "" if args.resume else "choose another folder, or "
-        fail(f"--out {out} contains a finished run; {other}to train its model further, start a new run with "
-             f"--model {out} --out NEW")
-    if args.resume and not started:
-        fail(f"--out {out}: no state.pt to resume from")
-    if args.resume:
-        return
-    content = {"state.pt": "another run; continue it with --resume",
-               UNFINISHED: "a run without a checkpoint; start it again with --resume",
-               None: "files but no checkpoint; empty it"}[started]
-    fail(f"--out {out} contains {content}, or choose another folder")
+    is_started = any((path / name).is_file() for name in ("state.pt", UNFINISHED))
+    if is_started and not args.resume:
+        fail(f"--out {out} contains another run; continue it with --resume, or choose another folder")
+    if not is_started and (path / "args.json").is_file():
+        fail(f"--out {out} contains a finished run; choose another folder, or to train its model further, "
+             f"start a new run with --model {out} --out NEW")
+    if not is_started:
+        fail(f"--out {out} contains files but no run; empty it, or choose another folder")
 
 
 def lock(folder, create=False):

@@ -113,7 +113,7 @@ MISTAKES = [
     ("simcse --out half", {}, "--out half | another run | --resume"),
     ("vascl --out few.txt", {}, "--out few.txt"),
     ("moco --data photos --out photos/new/out", {}, "--out photos/new/out: inside --data photos"),
-    ("simcse --out bert --resume", {}, "--out bert | no state.pt | resume"),
+    ("simcse --out bert --resume", {}, "--out bert | files but no run | empty it"),
     ("simcse --out half --resume --lr 1", {}, "--resume | lr was 0.002 | now it is 1"),
     ("simcse --out half --resume", OTHER_DATA, "--resume | --data few.csv | changed"),
     ("simcse --out half --resume", {"half/state.pt": lambda old: old[:-99]}, "state.pt"),

@@ -132,8 +132,8 @@ def test_unusual_headers(lines, columns, header, rows, tmp_path):
     assert found == header and len(table) == len([*table]) == rows
 
 
-def test_lists_of_positives_and_negatives(tmp_path, capsys):
-    """Each positive in a list gives a row with all negatives. --negatives repeats or cuts the negatives."""
+def test_lists_of_positives_and_negatives(tmp_path):
+    """Each positive in a list gives a row with all negatives. All rows have equally many negatives."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}\n'
                     '{"query": "r", "pos": "e", "neg": ["f", "g"]}\n')
@@ -141,13 +141,8 @@ def test_lists_of_positives_and_negatives(tmp_path, capsys):
     assert ["".join(cells) for _, cells in table] == ["qacd", "qbcd", "refg"]
     path.write_text('{"query": "q", "pos": ["a"], "neg": ["c", "d", "e"]}\n'
                     '{"query": "r", "pos": ["b"], "neg": ["f"]}\n')
-    with pytest.raises(UserError, match="line 2: 3 texts, expected 5 as in the first row; --negatives N .*"):
-        read_table(path, roles=SENTENCE_COLUMNS, negatives=None)
-    with pytest.raises(UserError, match="expected 5 as in the first row$"):    # a script without --negatives
+    with pytest.raises(UserError, match="line 2: 3 texts, expected 5 as in the first row$"):
         read_table(path, roles=SENTENCE_COLUMNS)
-    _, table = read_table(path, roles=SENTENCE_COLUMNS, negatives=2)
-    assert ["".join(cells) for _, cells in table] == ["qacd", "rbff"]
-    assert "--negatives 2: negatives cut in 1 rows, repeated in 1 rows" in capsys.readouterr().out
 
 
 # ── what is trained ──

@@ -32,7 +32,7 @@ def evaluate_and_save(model, images, run):
         encoders.save_encoder(model, run, images.size)
 
 
-def probe_text(model, images, args):
+def probe_text(images, args):
     """Return the text that announces the linear probe at the end of a run, or "" if there is none."""
     has_probe = images.test and args.probe_epochs
     return f", then {args.probe_epochs} epochs of a linear probe (--probe-epochs)" if has_probe else ""
