@@ -1,4 +1,4 @@
-"""Tables of texts: files with the extensions .txt .csv .tsv .json .jsonl (also with .gz) and .parquet.
+"""Tables of texts: files with the extensions .txt .csv .tsv .json .jsonl and .parquet.
 
 read_table checks all rows of a file before a script uses them. Files are read row by row; only a .json file
 is loaded as a whole and must fit in memory. An error message names the file and the wrong row.
@@ -10,12 +10,10 @@ first row of a .csv or .tsv is a header if it has usual column names, or if look
 """
 import csv
 import functools
-import gzip
 import itertools
 import json
 import re
 import unicodedata
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -47,10 +45,9 @@ class RowError(Exception):
 
 
 def read_lines(path):
-    """Yield the lines of a UTF-8 text file, which may be compressed by gzip (.gz), and show progress."""
-    compressed = path.suffix.lower() == ".gz"
-    size = None if compressed else path.stat().st_size
-    with ((gzip.open if compressed else open)(path, "rb") as file,
+    """Yield the lines of a UTF-8 text file, and show progress."""
+    size = path.stat().st_size
+    with (open(path, "rb") as file,
           progress(None, f"reading {path.name}", total=size, unit="B", unit_scale=True) as bar):
         try:
             for number, line in enumerate(file, 1):
@@ -61,8 +58,6 @@ def read_lines(path):
                 yield text
         except UnicodeError:
             fail(f"{path} line {number}: not UTF-8; convert it, for example with iconv")
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            fail(f"{path}: {error}; copy or compress the file again")
 
 
 def read_txt(path):
@@ -159,9 +154,9 @@ class Table:
         self.path, self.roles, self.columns, self.join = Path(path), roles, columns, join
         self.header = self.keys = self.indices = self.header_row = self.count = self.width_of_rows = None
         self.has_header = self.is_unusual = False
-        self.kind = Path(self.path.name.lower().removesuffix(".gz")).suffix
+        self.kind = self.path.suffix.lower()
         if self.kind not in READERS:
-            fail(f"{path}: expected a name that ends in {', '.join(READERS)}; .gz may follow")
+            fail(f"{path}: expected a name that ends in {', '.join(READERS)}")
         self.find_columns(names)
 
     def __str__(self):

@@ -3,7 +3,6 @@ tokens. The file has one sentence per line and a blank line between documents.""
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
@@ -13,8 +12,6 @@ from ..text.tokens import tokenise
 
 def read_documents(path, offset=0):
     """Yield each document from byte `offset` on: ([sentence, ...], offset of the byte after the document)."""
-    if Path(path).suffix.lower() == ".gz":     # refused: --resume would have to unpack all before `offset`
-        fail(f"{path}: documents are not read from .gz; unpack it, for example with gunzip -k")
     sentences = []
     with open(path, "rb") as file:
         file.seek(offset)
