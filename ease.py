@@ -55,7 +55,7 @@ from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.papers.ease_entities import load_entity_vectors, make_records
-from kernels.training.precision import gather_keys, loss_autocast
+from kernels.training.precision import gather_keys, loss_autocast, unit_rows
 from kernels.training.run import Run
 from kernels.training.text.encoders import build_encoder, describe_model, init_linear
 from kernels.training.text.evaluation import Evaluator, evaluate_model
@@ -214,20 +214,21 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     checks.check_number("hard_logit", hard_logit, -math.inf, 80)               # e^w must not overflow
     z, entity = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity)]
     checks.check_same_dtype(z=z, entity=entity)
-    z, entity = F.normalize(z, dim=1, eps=1e-8), F.normalize(entity, dim=1, eps=1e-8)
+    z, entity = unit_rows(z), unit_rows(entity)
     local = slice(offset, offset + len(z))                     # the rows of entity that belong to z
     ids = torch.arange(len(entity), device=z.device) if entity_ids is None else entity_ids.long()
     keys, key_ids = entity, ids
     if hard is not None:
-        hard = F.normalize(hard.to(z.dtype), dim=2, eps=1e-8)
+        hard = unit_rows(hard.to(z.dtype))
         if entity_ids is None or hard_ids is None:
             hard_ids = (ids.min() - 1).expand(hard.shape[:2])  # an id that no entity has
         keys, key_ids = torch.cat([entity, hard.flatten(0, 1)]), torch.cat([ids, hard_ids.flatten()])
     negatives = similarity_lse(z, keys, temperature, exclude=(ids[local], key_ids), impl=impl)
     positive = (z * entity[local]).sum(1) / temperature
     if hard is not None and hard_logit:
-        # S: sum of exp(logit) over all negatives of a sentence. r: share of its own hard negatives in S.
-        # Adding w to their logits turns S into S (1 + (e^w − 1) r). Rounding may make r slightly exceed 1.
+        # S is the sum of exp(logit) over a sentence's negatives without w; r is the share of the sentence's
+        # own hard negatives in S. With w, their part r S grows by the factor e^w, so S becomes
+        # S (1 + (e^w − 1) r). Rounding may make r slightly exceed 1.
         share = ((z[:, None] * hard[local]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
         share = share.clamp(max=1)
         negatives = negatives + torch.log1p(math.expm1(hard_logit) * share)
@@ -239,22 +240,25 @@ def compute_loss(model, batch, rows, args):
     batch: (tokens of both views from model.batch, entities from sample_entities) of this rank's rows."""
     tokens, ids = batch
     z1, z2 = model(tokens).chunk(2)
-    n, offset = len(z1), 0
+    n = len(z1)
     e = model.entity_map(model.entities(ids))                  # (n, 1 + m, D)
     if args.negative_group_size:
+        offset = 0
         groups = zip(*[x.split(args.negative_group_size) for x in (z1, z2, e, ids)])
     else:
         offset = own_rows(rows).start
         groups = [(z1, gather_keys(z2, rows, args), gather_keys(e, rows, args), gather_rows(ids, rows))]
     simcse, entity = 0.0, 0.0
-    for z1, z2, e, ids in groups:
+    for anchors, positives, vectors, numbers in groups:        # vectors of the entities with these numbers
         common = dict(offset=offset, impl=args.impl)
-        masked = dict(entity_ids=ids[:, 0], hard_ids=ids[:, 1:]) if args.equal_entities == "mask" else {}
-        with loss_autocast(z1, args):
-            unit1, unit2 = F.normalize(z1, dim=1, eps=1e-8), F.normalize(z2, dim=1, eps=1e-8)
-            simcse += len(z1) / n * info_nce(unit1, unit2, args.temperature, **common)
-            entity += len(z1) / n * ease_loss(z1, e[:, 0], e[:, 1:], args.entity_temperature,
-                                              args.hard_negative_weight, **common, **masked)
+        masked = {}
+        if args.equal_entities == "mask":
+            masked = dict(entity_ids=numbers[:, 0], hard_ids=numbers[:, 1:])
+        share = len(anchors) / n
+        with loss_autocast(anchors, args):
+            simcse += share * info_nce(unit_rows(anchors), unit_rows(positives), args.temperature, **common)
+            entity += share * ease_loss(anchors, vectors[:, 0], vectors[:, 1:], args.entity_temperature,
+                                        args.hard_negative_weight, **common, **masked)
     loss = (args.simcse_weight * simcse + args.entity_weight * entity) * (n / rows)
     simcse, entity = simcse.detach() * (n / rows), entity.detach() * (n / rows)
     return loss, {"loss": loss.detach(), "simcse": simcse, "entity": entity}

@@ -253,7 +253,7 @@ def encode_keys(model, views, rows):
         dist.broadcast(order, 0)
     features = model.key.features(views[order[own_rows(rows)]])
     keys = gather_rows(F.normalize(model.key.head(features).float(), dim=1), rows)
-    return keys[order.argsort()]
+    return keys[order.argsort()]                               # in the order before the shuffle
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
@@ -321,8 +321,8 @@ def main(argv=None):
     run = Run(args, __file__)
     model = build_model(args, images, run)
     images.to_device(run)
-    epoch = steps_per_epoch(len(images), args.batch_size, min_rows=args.batch_size)
-    total = args.steps or args.epochs * epoch
+    epoch_steps = steps_per_epoch(len(images), args.batch_size, min_rows=args.batch_size)
+    total = args.steps or args.epochs * epoch_steps
     lr = args.lr * args.batch_size / 256
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=args.weight_decay)
@@ -332,7 +332,7 @@ def main(argv=None):
     images.start_training_views(run, total, args.crop)
     model.train()
     for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
-        set_lr(optimizer, lr * lr_factor((step - 1) // epoch, total / epoch, args))
+        set_lr(optimizer, lr * lr_factor((step - 1) // epoch_steps, total / epoch_steps, args))
         query_views, key_views = make_batch(images, args)
         update_key_encoder(model.key.encoder, model.encoder, args.momentum)
         update_key_encoder(model.key.head, model.head, args.momentum)

@@ -119,15 +119,15 @@ def load_data(path, args):
     images = ImageDataset(args, CROPS)
     fill_defaults(args, dict(colour=0.5, blur=0.0) if images.is_small else dict(colour=1.0, blur=0.5))
     if args.supervised and images.train.labels is None:
-        fail(f"--supervised needs labels, but {path} has none; expected sub-folders, or "
-             "labels, or labels in the .npz")
+        fail(f"--supervised needs labels, but {path} has none; expected sub-folders, or labels in the .npz")
     log("simclr", f"{'supervised' if args.supervised else 'unsupervised'}: {images.describe()}")
     return images
 
 
 def make_batch(rows, images, args):
     """Return (views, labels). views (2n, 3, S, S) float32 in [0, 1]: the first views of this rank's n images,
-    then the second views. labels: one per image of the global batch `rows`; None without --supervised."""
+    then the second views. labels: one per image of the global batch `rows`; None without --supervised. The
+    images of training_views come in the order of run.steps."""
     views = augment(next(images.training_views), args)
     return views, images.train.labels[rows].to(views.device) if args.supervised else None
 
@@ -265,9 +265,9 @@ def main(argv=None):
     run = Run(args, __file__)
     model = build_model(args, images, run)
     images.to_device(run)
-    epoch = steps_per_epoch(len(images), args.batch_size, min_rows=args.batch_size)
-    total = args.steps or args.epochs * epoch
-    warmup = round(args.warmup_epochs * epoch)
+    epoch_steps = steps_per_epoch(len(images), args.batch_size, min_rows=args.batch_size)
+    total = args.steps or args.epochs * epoch_steps
+    warmup = round(args.warmup_epochs * epoch_steps)
     lr = args.lr * (args.batch_size / 256 if args.lr_scaling == "linear" else args.batch_size ** 0.5)
     optimizer = make_optimizer(model, lr, args)
     run.begin(model, optimizer, total, warmup, evaluation.probe_text(images, args))

@@ -139,7 +139,8 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
                t=1 if z3 is None else 1 + z3.shape[1])
     checks.check_same_dtype(z1=z1, z2=z2, z3=z3)
     checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
-    z1, z2, *hard = [unit_rows(z) for z in (z1, z2, *(() if z3 is None else z3.unbind(1)))]
+    hard = [] if z3 is None else [unit_rows(z) for z in z3.unbind(1)]
+    z1, z2 = unit_rows(z1), unit_rows(z2)
     local = slice(offset, offset + len(z1))                    # rows of z2 and z3 that belong to the anchors
 
     def negatives_lse(keys, column):                           # log Σ_{j≠i} exp s(z1_i, key_j)

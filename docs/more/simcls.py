@@ -233,7 +233,7 @@ def main(argv=None):
     before, after, names = run.extra_state["before"], run.extra_state["saved"], ("chosen", "first")
     rises = [f"{name} {before[name]:.4g} → {after[name]:.4g}, " for name in names if dev and name in before]
     run.finish("".join(rises))
-    log("load", load_hint(model, run))
+    log("load", load_hint(run))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ class Table:
     def __init__(self, path, roles=None, columns=None, names=(), join=False):
         self.path, self.roles, self.columns, self.join = Path(path), roles, columns, join
         self.header = self.keys = self.indices = self.header_row = self.count = self.width_of_rows = None
-        self.has_header = self.is_unusual = False
+        self.is_unusual = False
         self.kind = self.path.suffix.lower()
         if self.kind not in READERS:
             fail(f"{path}: expected a name that ends in {', '.join(READERS)}")
@@ -171,7 +171,7 @@ class Table:
 
     def raw_rows(self):
         """Yield (place, row) for each row after the header. A row is a list, a dict, or a RowError."""
-        return itertools.islice(READERS[self.kind](self.path), int(self.has_header), None)
+        return itertools.islice(READERS[self.kind](self.path), 0 if self.header_row is None else 1, None)
 
     def find_columns(self, names):
         """Read the first rows, and set keys (the column names if rows are dicts), header, indices
@@ -208,7 +208,7 @@ class Table:
 
     def set_header(self, row, is_unusual=True):
         """Read this row, the first one, as column names. Return the names. is_unusual: see header_note."""
-        self.has_header, self.header_row, self.is_unusual = True, row, is_unusual
+        self.header_row, self.is_unusual = row, is_unusual
         self.count = self.count and self.count - 1
         return [name.strip() for name in row]
 
@@ -257,7 +257,7 @@ class Table:
             if unknown := row.keys() - {*self.keys}:
                 raise RowError(f"column {min(unknown)!r:.40} is not in the first row")
             row = [row.get(name, "") for name in self.keys]
-        if not isinstance(row, list):
+        if not isinstance(row, list) or not row:
             raise RowError(f"expected a row of texts, found {str(row)[:60]!r}")
         if row == self.header_row:
             raise RowError("equal to the header, the first row; delete it")
@@ -272,11 +272,15 @@ class Table:
     def spread(self, row):
         """Return one row for each positive of `row`, whose cells may be lists of positives and negatives.
         Each of these rows has the anchor and all negatives of `row`."""
-        if len(self.cell_roles) == 1:
+        first_role = self.cell_roles[0]
+        if {*self.cell_roles} == {first_role}:
             return [row]
         texts = {role: [] for role in self.roles}
         for role, cell in zip(self.cell_roles, row):
-            texts[role] += cell if isinstance(cell, list) and role != self.cell_roles[0] else [cell]
+            if isinstance(cell, list) and role != first_role:  # a list of anchors is no row of texts
+                texts[role] += cell
+            else:
+                texts[role].append(cell)
         if not all(texts[role] for role in self.cell_roles):
             raise RowError("an empty list; fill it or delete the row")
         anchor, positives, *others = texts.values()
@@ -354,7 +358,7 @@ def has_known_names(row, roles=SENTENCE_COLUMNS):
     cell is ignored, because pandas writes an empty name for its index column."""
     row = row[1:] if row and not row[0].strip() else row
     known = sum(normalise_name(cell) in OTHER_COLUMNS or role_of(cell, roles) is not None for cell in row)
-    return known >= min(2, len(row)) > 0
+    return len(row) > 0 and known >= min(2, len(row))
 
 
 def looks_like_header(rows):

@@ -179,21 +179,21 @@ class ScriptParser(argparse.ArgumentParser):
             default = default if isinstance(default, tuple) else (default,)
             self.add_shared(f"--{name.replace('_', '-')}", *default)
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, argv=None):
         """Parse the flags. --resume adds the flags of the run in --out. A recipe changes default values."""
-        given = sys.argv[1:] if args is None else [*map(str, args)]
-        parsed = super().parse_args(given, namespace)
-        args = given
+        words = sys.argv[1:] if argv is None else [*map(str, argv)]
+        parsed = super().parse_args(words)
         if parsed.resume:
-            given = [*saved_command(parsed.out), *given]       # flags given now override those of the run
-            args = [*given, "--out", parsed.out]               # override the old name of a moved folder
-            parsed = super().parse_args(args, namespace)
-        if name := getattr(parsed, "recipe", None):
+            words = [*saved_command(parsed.out), *words]       # flags given now override those of the run
+            words += ["--out", parsed.out]                     # override the old name of a moved folder
+            parsed = super().parse_args(words)
+        name = getattr(parsed, "recipe", None)
+        if name:
             self.set_defaults(**self.recipes[name].flags)
-        parsed = super().parse_args(args, namespace)
-        parsed.command, parsed.inputs = given, self.inputs
+            parsed = super().parse_args(words)
+        parsed.command, parsed.inputs = words, self.inputs
         # argparse sets no default for an attribute that exists, so a flag that is not given stays None
-        found = vars(super().parse_args(args, argparse.Namespace(**dict.fromkeys(vars(parsed)))))
+        found = vars(super().parse_args(words, argparse.Namespace(**dict.fromkeys(vars(parsed)))))
         parsed.given = [name for name, value in found.items() if value is not None]
         self.check_inputs(parsed)
         for flag, values in input_values(parsed):
@@ -212,7 +212,8 @@ class ScriptParser(argparse.ArgumentParser):
         for flag, value in flags.items():
             actual = getattr(parsed, flag)
             changed = "" if actual == value else f" (not {value})"
-            words.append(f"--{flag.replace('_', '-')} {actual}{changed}")
+            shown = "" if actual is True else f" {actual}{changed}"            # True: a flag without a value
+            words.append(f"--{flag.replace('_', '-')}{shown}")
         log("recipe", f"{name}, {source}: {', '.join(words)}")
 
     def check_inputs(self, parsed):

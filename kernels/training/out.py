@@ -115,8 +115,7 @@ def fingerprints(args):
 
 def fingerprint(value):
     """Return the checksum of an input. A file is hashed as a whole. Of a folder, hash the names and sizes of
-    all files, and the contents of HASHED_FILES files (of all, if there are fewer). Return a hub name
-    unchanged."""
+    all files, and the contents of at most HASHED_FILES files. Return a hub name unchanged."""
     digest = hashlib.sha1()
     path = Path(value)
     if not path.exists():                                      # a hub name

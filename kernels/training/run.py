@@ -76,7 +76,7 @@ class Run:
         try:                                                   # fail now if --impl cannot run here
             similarity_lse(torch.zeros(1, 16, device=self.device), impl=self.impl)
         except ValueError as error:
-            fail(f"--{error}")
+            fail(f"--{error}")                                 # error begins with the argument's name, impl
 
     def begin(self, model, optimizer, total, warmup=0, then=""):
         """Start a new run in --out, with a copy of its flags and script; or, with --resume, continue the run.
@@ -161,9 +161,9 @@ class Run:
 
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
-        if self.eval_due and self.values:
+        if self.eval_due:
             self.clock.count_pause(self.logged_at)
-        if self.values and (self.eval_due or stop or self.step % (1 + self.total // 40) == 0):
+        if self.eval_due or stop or self.step % (1 + self.total // 40) == 0:
             if not self.eval_due:                              # before an evaluation, log_metrics calls it
                 self.check_finite()
             self.report()
@@ -206,7 +206,7 @@ class Run:
         saved = self.extra_state["saved"]
         better = not scores or by is None or saved is None or scores[by] > saved[by]
         self.shown_score = shown
-        word = "saved" if by is None else "best"
+        word = "best" if by and scores else "saved"
         self.values |= {f"dev_{name}": value for name, value in scores.items()} | {word: better}
         if better:
             self.extra_state["saved"] = {"step": self.step, **scores}
@@ -234,8 +234,10 @@ class Run:
 
     def asked_to_stop(self):
         """Return whether any rank received a signal. With several ranks, check only at every tenth step."""
-        if self.world_size == 1 or self.step % 10:
-            return bool(self.signals) and self.world_size == 1
+        if self.world_size == 1:
+            return bool(self.signals)
+        if self.step % 10:
+            return False
         asked = torch.tensor(float(bool(self.signals)), device=self.device)
         dist.all_reduce(asked)
         return asked.item() > 0
@@ -320,8 +322,9 @@ class Run:
         """Fail if a setting, or the content of an input, differs from `saved`, the dict in args.json."""
         now = json.loads(json.dumps(self.settings()))
         # --data is compared by its checksum; the default of --eval-every depends on the number of steps
-        for name in now.keys() - {"data", "inputs"} - ({"eval_every"} - {*self.args.given}):
-            if saved.get(name) != now[name]:
+        ignored = {"data", "inputs"} | ({"eval_every"} - {*self.args.given})
+        for name in now:
+            if name not in ignored and saved.get(name) != now[name]:
                 hint = ""
                 if name in ("steps", "epochs"):                # learning rates of past steps depend on them
                     has_model = (self.out / "config.json").is_file()

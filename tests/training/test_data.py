@@ -60,6 +60,7 @@ def test_every_format_has_the_same_rows(kind, content, names, rows, place, tmp_p
     ("a.parquet", "A,b\n", ": .* needs the package pyarrow"),
     ("a.jsonl", '{"query": "A"}\n{"query": "A", "b": "c"}\n', " line 2: column 'b' is not in the first row"),
     ("a.jsonl", '{"query": "A", "pos": ["b", " "]}\n', " line 1: an empty cell"),
+    ("a.csv", "\nA,b\n", " line 1: expected a row of texts, found '\\[\\]'"),
     ("a.csv", "query,body\nA dog.,It runs.\n", ": columns not known as .*: body; .* by --columns"),
     ("a.csv", "query,passage\nA,b\nquery,passage\n", " line 3: equal to the header, the first row; delete"),
     ("a.tsv", '"query"\t"passage"\n"A"\t"b"\n', ": a cell is quoted as in .csv, but a .tsv has no quotes"),

@@ -37,7 +37,7 @@ class ImageDataset:
         labelled = test and self.train.labels is not None and test.labels is not None
         if args.dev and not labelled:
             missing = args.dev if self.train.labels is not None else self.path
-            fail(f"--dev {args.dev}: {missing} has no labels, but kNN needs labels in --dev and --data")
+            fail(f"--dev {args.dev}: {missing} has no labels; evaluation needs labels in --dev and --data")
         self.test = test if labelled else None
         self.renumber_labels()
         if not args.evaluate:

@@ -140,7 +140,7 @@ class ImageFiles(ImageSource):
         if damaged:
             log("skipped", f"{self.folder}: {len(damaged):,} of {len(self):,} images cannot be read: "
                            f"{'; '.join([*damaged.values()][:100])}")
-            self.keep_only(np.setdiff1d(self.kept, [*damaged]))
+            self.keep_only(np.setdiff1d(np.arange(len(self)), [*damaged]))
         if not len(self):
             fail(f"{self.folder}: no image can be read")
 

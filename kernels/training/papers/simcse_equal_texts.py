@@ -1,7 +1,8 @@
 """--ignore-equal of simcse.py: number the texts of a batch, so that texts that mean the same share a number.
 
-An anchor means the same as its positive, and a text means the same as another text with equal tokens. For
-example, the rows (A, B) and (B, C) have texts of one meaning. Negatives have another meaning than the anchor.
+An anchor means the same as its positive, and a text means the same as another text with equal tokens, which
+include the prompt. For example, the rows (A, B) and (B, C) have texts of one meaning. Negatives have another
+meaning than the anchor.
 """
 from collections import Counter
 

@@ -190,8 +190,10 @@ def prompts_to_save(model):
     our embed_texts, sentence-transformers' encode() puts the default prompt before each text."""
     prompts = dict(model.all_prompts)
     if any(model.prompts):
-        prompts |= dict(query=model.prompts[0], document=model.prompts[:2][-1])
-    default = next((name for name, prompt in prompts.items() if prompt == model.default_prompt != ""), None)
+        prompts["query"] = model.prompts[0]
+        prompts["document"] = model.prompts[min(1, len(model.prompts) - 1)]
+    same = [name for name, prompt in prompts.items() if prompt and prompt == model.default_prompt]
+    default = same[0] if same else None
     return dict(prompts=prompts, default_prompt_name=default)
 
 
@@ -219,7 +221,7 @@ def pooler_weights(model, head):
     return weights
 
 
-def load_hint(model, run):
+def load_hint(run):
     """Return the line that shows how sentence-transformers and transformers load the saved folder."""
     return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}")'
 

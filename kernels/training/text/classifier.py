@@ -64,7 +64,8 @@ def load_rows(path, args):
         wanted = "a number"
     else:
         values = {normalize("NFC", answer): i for i, answer in enumerate(args.labels)}
-        wanted = f"one of the labels of {args.data or args.model}: {', '.join(args.labels)}"[:300]
+        source = args.model if args.evaluate else args.data
+        wanted = f"one of the labels of {source}: {', '.join(args.labels)}"[:300]
     for place, _, answer in rows:
         if answer not in values:
             fail(f"{path} {place}: label {answer[:40]!r}, expected {wanted}")

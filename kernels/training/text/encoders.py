@@ -194,42 +194,46 @@ def choose_pooling(encoder, saved, args, default):
 
 
 def set_head(model, saved, args, default_use):
-    """Give a SentenceEncoder the head that --head describes. Without --head, it is the saved head. Without
-    --head and a saved head, it is a new head if the pooling is cls, unless default_use is None.
+    """Give a SentenceEncoder the head that --head describes. Without --head, it gets the saved head if its
+    pooling is the saved pooling. If there is no such head, a model with cls pooling gets a new head, unless
+    default_use is None. A new head is only for training: --evaluate makes none.
 
     default_use     "keep" or "train-only": use of a new head if --head does not say it. None: no new head
     """
     asked, evaluating = {*(getattr(args, "head", None) or [])}, getattr(args, "evaluate", False)
     if {"keep", "train-only"} <= asked or {"new", "pooler"} <= asked:
         fail(f"--head {' '.join(args.head)}: expected one of keep and train-only, and one of new and pooler")
-    saved_head = None
+    saved_head, use = None, None
     if saved.pooling == model.pooling and not asked & {"new", "pooler"}:
         saved_head = saved.head
-    if saved_head is not None or model.pooling != "cls" or evaluating:
-        default_use = None
+    if saved_head is not None:
+        use = "keep"
+    elif model.pooling == "cls" and not evaluating:
+        use = default_use
     if "pooler" in asked or saved_head == "pooler":
         if model.pooler is None:
             fail(f"--head pooler: {args.model} has no pooler")
         model.head, model.head_origin = model.pooler, "pooler as head"
     elif saved_head is not None:
         model.head, model.head_origin = saved_head, "saved head"
-    elif default_use or asked and not evaluating:
+    elif use or asked and not evaluating:
         size = model.encoder.config.hidden_size                # a new head has the form of SimCSE's head
         linear = init_linear(torch.nn.Linear(size, size), model.encoder.config)
         model.head, model.head_origin = torch.nn.Sequential(linear, torch.nn.Tanh()), "new head"
-    use = next(iter(asked & {"keep", "train-only"}), default_use)
+    use = next(iter(asked & {"keep", "train-only"}), use)
     model.keep_head = model.head is not None and use != "train-only"
 
 
 def set_prompts_and_length(model, args, columns):
-    """Let --prompt and --max-length override the saved settings of a SentenceEncoder."""
+    """Let --prompt replace the saved prompts, and --max-length a smaller saved length."""
     prompts = tuple(getattr(args, "prompt", None) or ())
     if prompts:
         model.prompts, model.default_prompt = prompts, prompts[0]
     if getattr(args, "evaluate", False):                       # texts are not truncated to --max-length
         return
     if len(prompts) not in (0, 1, min(2, columns), columns):
-        fail(f"--prompt: found {len(prompts)} texts for {columns} columns, expected 1 for all or 1 for each")
+        fail(f"--prompt: found {len(prompts)} texts for {columns} columns, expected 1 for all, 2 for "
+             "anchors and all others, or 1 for each")
     longest = longest_input(model.encoder, model.tokenizer)
     if args.max_length > longest:
         fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")

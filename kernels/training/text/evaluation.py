@@ -118,7 +118,7 @@ class Evaluator:
         if self.dev:
             rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "
         run.finish(rise)
-        log("load", load_hint(model, run))
+        log("load", load_hint(run))
 
     def print_test_scores(self, model):
         """Print the score of each file of --test, and the mean of the rounded scores, as papers do."""

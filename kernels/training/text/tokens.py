@@ -103,7 +103,7 @@ class TokenRows:
         return (len(self.ends) - 1) // self.columns
 
     def __getitem__(self, i):
-        first = range(len(self))[i] * self.columns             # index of the row's first sentence
+        first = range(len(self))[i] * self.columns             # range: i may be −1, or raise IndexError
         ends = self.ends[first : first + self.columns + 1].tolist()
         return tuple(np.array(self.ids[start:end]) for start, end in zip(ends, ends[1:]))
 
