@@ -8,7 +8,6 @@ data        tables of texts from files, and the roles of their columns
 flags       the command line: flags that scripts share, --recipe (preset values of flags), --resume
 ranks       the processes (ranks) of a run: torchrun's environment variables, and joining the process group
 out         the output folder --out: atomic writes, and checksums of the inputs
-trackers    --log: sends metrics to TensorBoard or Weights & Biases
 loop        batch order, learning-rate schedules, AdamW without bias correction, gradient all-reduce
 precision   the float16 parts of --precision bf16: losses, and embeddings that ranks send to each other
 run         a training run from start to end: steps, metrics, checkpoints, --resume, stopping on Ctrl-C

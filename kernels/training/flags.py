@@ -101,8 +101,6 @@ SHARED_FLAGS = {
                          help="when to keep state.pt (about 3x the model's size), which --resume needs; "
                               "always: also after training; running: until training ends; never: do not "
                               "write it; default running"),
-    "--log": dict(group="run", choices=("tensorboard", "wandb"),
-                  help="also send the metrics to this tracker, whose package must be installed"),
 }
 # Values of --model that make a new model with random weights. A folder with such a name is never read.
 NEW_MODELS = "scratch", *(f"resnet-{size}" for size in ("small", 18, 34, 50, 101, 152))
@@ -259,7 +257,7 @@ def input_values(args):
 
 def run_flags(parser, **defaults):
     """Add the flags that every script has. defaults: as for ScriptParser.add_shared_flags."""
-    parser.add_shared_flags("--data", "--evaluate", "--precision", "--resume", "--keep-state", "--log",
+    parser.add_shared_flags("--data", "--evaluate", "--precision", "--resume", "--keep-state",
                             **dict(steps=(None, "from --epochs"), seed=42) | defaults)
 
 

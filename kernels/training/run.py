@@ -33,9 +33,8 @@ from . import out, ranks
 from .errors import EXIT_STOPPED, UserError, clear_bar, fail, log, signals_handled_by, write
 from .loop import batches
 from .progress import Clock, peak_gb, step_line
-from .trackers import open_tracker
 
-MAY_CHANGE = "resume out keep_state workers log probe_epochs command given".split()  # in a resumed run
+MAY_CHANGE = "resume out keep_state workers probe_epochs command given".split()  # in a resumed run
 
 
 class Run:
@@ -60,7 +59,7 @@ class Run:
         self.bf16, self.step, self.eval_due = args.precision == "bf16", 0, False
         self.impl = getattr(args, "impl", "auto")
         self.extra_state = {"step": 0, "before": None, "saved": None}
-        self.clock, self.tracker, self.lock = Clock(), open_tracker(args), None
+        self.clock, self.lock = Clock(), None
         transformers.utils.logging.set_verbosity(logging.CRITICAL)
         transformers.utils.logging.disable_progress_bar()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -109,8 +108,6 @@ class Run:
                 self.start_folder()
             with out.atomic_file(self.out / "metrics.jsonl") as file:
                 file.writelines(rows)
-            if self.tracker:
-                self.tracker.begin(self.out, self.settings(), self.extra_state)
 
     @functools.cached_property
     def inputs(self):
@@ -274,12 +271,9 @@ class Run:
             write(clear_bar(sys.stdout) + line + ("" if on_bar else "\n"), sys.stdout)
 
     def write_metrics(self, row):
-        """Append a row to metrics.jsonl and send it to the tracker of --log."""
+        """Append a row to metrics.jsonl."""
         with out.writing(self.out / "metrics.jsonl"), open(self.out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
-        if self.tracker:
-            numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
-            self.tracker.log(numbers, numbers.pop("step"))
 
     def save_state(self):
         """Write state.pt: all that the next step depends on, including the random states of all ranks."""

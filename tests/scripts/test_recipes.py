@@ -2,8 +2,10 @@
 import csv
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -145,6 +147,17 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
     first = next(importlib.import_module("mixed").one_dataset_per_batch(result.args, 0, 6))
     z1, z2 = (embed_saved(bert, texts, "avg") for texts in zip(*(NLI[i][:2] for i in first)))
     assert result.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    """All numbers in metrics.jsonl are sent with their steps."""
+    tensorboard = MagicMock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "dev_knn": 9.5}\n{"step": 2, "loss": 1.5, "x": [1]}\n')
+    code, = re.findall(r"^```python\n(.*?)^```$", SECTIONS["Weights & Biases, TensorBoard"], re.M | re.S)
+    exec(code.replace("out/first", str(tmp_path)), {})
+    sent = [call.args for call in tensorboard.SummaryWriter.return_value.add_scalar.call_args_list]
+    assert sent == [("step", 0, 0), ("dev_knn", 9.5, 0), ("step", 2, 2), ("loss", 1.5, 2)]
 
 
 @pytest.fixture(scope="module")

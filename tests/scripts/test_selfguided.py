@@ -85,11 +85,11 @@ def test_one_layer_is_sampled_per_sentence(monkeypatch):
     assert first.long().flatten().bincount().min() > 4 * 150 and 300 < (first != second).sum() / 4 < 500
 
 
-@pytest.mark.parametrize("content, sentences", [
-    ("sentence1\tscore\tsentence2\tgenre\nA\t5\tB\tx\nC\t0.5\t7\tx\n", "A B C 7"),     # known names
-    ("A\tB\t-5\nC\t7\t1e-05\n", "A B C 7")])
-def test_columns_of_sentences(content, sentences, tmp_path):
-    """Sentences come from columns with known names or, without such names, from non-numeric columns."""
+@pytest.mark.parametrize("content, flags, sentences", [
+    ("sentence1\tscore\tsentence2\tgenre\nA\t5\tB\tx\nC\t0.5\t7\tx\n", "", "A B C 7"),     # known names
+    ("A\tB\t-5\nC\t7\t1e-05\n", "", "A B C 7"), ("A\tB\t-5\nC\t7\t1e-05\n", "--columns 2 1", "B A 7 C")])
+def test_columns_of_sentences(content, flags, sentences, tmp_path):
+    """Sentences come from --columns, from columns with known names, or else from non-numeric columns."""
     (tmp_path / "a.tsv").write_text(content)
-    args = selfguided.make_parser().parse_args(["--data", "x", "--batch-size", "2"])
+    args = selfguided.make_parser().parse_args(["--data", "x", "--batch-size", "2", *flags.split()])
     assert [text for _, (text,) in selfguided.load_data(tmp_path / "a.tsv", args)] == sentences.split()
