@@ -153,7 +153,8 @@ def test_tensorboard(tmp_path, monkeypatch):
     """All numbers in metrics.jsonl are sent with their steps."""
     tensorboard = MagicMock()
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "dev_knn": 9.5}\n{"step": 2, "loss": 1.5, "x": [1]}\n')
+    rows = '{"step": 0, "dev_knn": 9.5}\n{"step": 2, "loss": 1.5, "x": [1]}\n'
+    (tmp_path / "metrics.jsonl").write_text(rows)
     code, = re.findall(r"^```python\n(.*?)^```$", SECTIONS["Weights & Biases, TensorBoard"], re.M | re.S)
     exec(code.replace("out/first", str(tmp_path)), {})
     sent = [call.args for call in tensorboard.SummaryWriter.return_value.add_scalar.call_args_list]
