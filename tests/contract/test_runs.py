@@ -264,7 +264,7 @@ def train_ranks(count, words, folder):
 
 # {script: its flags in test_processes_equal_one}. With these flags only token masks are random. Scripts for
 # images are tested in tests/training/images/test_dataset.py, which replaces their random augmentation.
-POOLED, CIL = ["--pooling", "avg"], ["--mlm-weight", 0, "--classifier-dropout", 0]
+POOLED, CIL = ["--pooling", "avg"], ["--classifier-dropout", 0]
 FINETUNE = ["--data", TOPICS[-1], "--supcon-weight", 0.5, "--rdrop-weight", 0.5]
 OOD = ["--data", TOPICS[-1], "--ood-epochs", 1]
 RANKS = {
