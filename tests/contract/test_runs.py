@@ -62,7 +62,7 @@ RUNS = {
     "docs/more/declutr": (["--model", "scratch", "--data", "articles.txt", *STS, "--max-length", 16], 40, STS,
                           r"(\S+) → (\S+) at", 1),
     "docs/more/simcls": (["--model", "scratch", "--data", "candidates.csv", "--dev", "candidates.csv"], 40,
-                         ["--dev", "candidates.csv"], r"first (\S+) → (\S+),", 10),
+                         ["--dev", "candidates.csv"], r"chosen (\S+) → (\S+) of", 10),
     "docs/more/cil": (["--model", "scratch", "--data", DATA / "relations.jsonl",
                        "--dev", DATA / "relations_dev.jsonl"], 60, ["--data", DATA / "relations_dev.jsonl"],
                       r"auc (\S+) → (\S+),", 10),
