@@ -1,4 +1,4 @@
-"""Test finetune.py and ood.py: losses, contrast sets, adversarial views, detectors, and two stages."""
+"""Test finetune.py and ood.py: losses, adversarial views, detectors, and two stages."""
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -26,18 +26,6 @@ def test_loss_of_two_passes(form, monkeypatch):
     supcon = formulas.supcon_loss(z.transpose(0, 1), labels, 0.3)
     torch.testing.assert_close(found, 0.8 * formulas.rdrop_loss(*logits, labels, 0.7, form) + 0.2 * supcon)
     assert finetune.supcon_loss(z[:1].transpose(0, 1), torch.arange(3)) == 0   # no text has a positive
-
-
-def test_contrast_set(monkeypatch):
-    """Consistency is the percentage of texts whose two versions are both classified correctly."""
-    monkeypatch.setattr(finetune.classifier, "predict", lambda _, rows: torch.tensor([x for x, _ in rows]))
-    data = dict(original=[([0.0, 1.0], 1), ([1.0, 0.0], 0), ([2.0, 1.0], 1), ([0.0, 3.0], 1)],
-                edited=[([0.0, 1.0], 0), ([1.0, 0.0], 0), ([2.0, 1.0], 0), ([0.0, 3.0], 1)])
-    args = SimpleNamespace(contrast_set=["a.tsv", "b.tsv"])
-    monkeypatch.setattr(finetune, "load_data", lambda path, _: [path])
-    assert finetune.load_contrast_set(args) == dict(original=["a.tsv"], edited=["b.tsv"])
-    found = finetune.score_contrast_set(None, data)["contrast"]
-    assert found == dict(original=75, edited=75, consistency=50)
 
 
 def test_adversarial_view(bert):
