@@ -103,14 +103,12 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial change."""
+    """Load the encoder, which needs BERT's module `embeddings`."""
     model = build_encoder(args, run, "avg", None)
     set_dropout(model.encoder, args.dropout, args.model)
-    if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
-        # in XLM, `embeddings` is only the table of word embeddings, without positions
-        if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
-            fail(f"--model {args.model}: {type(model.encoder).__name__} lacks BERT's module `embeddings`, "
-                 "which --views and --adversarial change; use the views dropout dropout")
+    # in XLM, `embeddings` is only the table of word embeddings, without positions
+    if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
+        fail(f"--model {args.model}: found {type(model.encoder).__name__}, expected a model like BERT")
     log("model", describe_model(model, args))
     return model.to(run.device)
 
@@ -130,20 +128,15 @@ def cutoff(x, mask, name, rate):
     x       (n, L, D) input of the encoder's first layer
     mask    (n, L) bool, False at padding; feature_cutoff also changes padding
     """
-    eligible = mask[:, :, None]
+    parts = mask[:, :, None]                                   # True for parts that may become 0
     if name == "feature_cutoff":
-        eligible = torch.ones_like(x[:, :1], dtype=torch.bool)
+        parts = torch.ones_like(x[:, :1], dtype=torch.bool)
     elif name == "embedding_dropout":
-        eligible = eligible.expand_as(x)
-    zeros = random_subset(eligible.flatten(1), rate).view(eligible.shape)
-    return x.masked_fill(zeros, 0)
-
-
-def random_subset(eligible, rate):
-    """Return (n, C) bool: a random fraction, rounded down, of the True entries in each row of `eligible`."""
-    keys = random_keys(eligible)
-    counts = (eligible.sum(1, keepdim=True).double() * rate).long()
-    return keys < keys.sort(1).values.gather(1, counts)
+        parts = parts.expand_as(x)
+    keys = random_keys(parts.flatten(1))
+    counts = (parts.flatten(1).sum(1, keepdim=True).double() * rate).long()
+    zeros = keys < keys.sort(1).values.gather(1, counts)       # the `counts` smallest keys of each text
+    return x.masked_fill(zeros.view(parts.shape), 0)
 
 
 def random_keys(eligible):
@@ -192,8 +185,7 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
                 x = x.index_put((rows,), cutoff(x[rows], real[rows], name, rate))
         return x
 
-    if noise is not None or {*args.views} & {*CUTOFFS}:
-        hooks.append(encoder.embeddings.register_forward_hook(change))
+    hooks.append(encoder.embeddings.register_forward_hook(change))
     try:
         yield
     finally:

@@ -276,7 +276,7 @@ RANKS = {
     "childtuning D": ["--mode", "D", "--fisher-samples", 24, "--fisher-batch-size", 5],
     "docs/more/consert": ["--data", DATA / "nli.csv", "--columns", "sent0", "sent1",
                           "--views", "dropout", "dropout", "--adversarial", 0.5],
-    "docs/more/declutr": ["--data", "letters.txt", "--max-length", 4, "--spans", 2, 3, "--mlm-weight", 0],
+    "docs/more/declutr": ["--data", "letters.txt", "--max-length", 4, "--spans", 2, 3],
     "docs/more/simcls": POOLED,
     "docs/more/cil": CIL, "docs/more/cil code": [*CIL, "--form", "code"],
     "docs/more/finetune": FINETUNE, "docs/more/finetune code": [*FINETUNE, "--form", "code"],
