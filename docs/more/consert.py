@@ -160,37 +160,30 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
     view     (n,) view of each text, an index into args.views
     noise    (n, L, D) noise that is added before the cutoffs, or None
     """
-    real, hooks = mask.bool(), []
+    real = mask.bool()
     shuffled = torch.tensor([name == "shuffle" for name in args.views], device=mask.device)[view]
-    if shuffled.any():
-        order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
-        order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
-        noise = None if noise is None else reorder(noise, order)               # noise follows its token
+    order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
+    order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
 
-        def shuffle(_, __, words):
-            return reorder(words, order)
+    def shuffle(_, __, words):
+        return reorder(words, order)
 
-        def undo_shuffle(_, __, output):                       # pooling may read the first or last token
-            output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
-            return output
-
-        hooks += [encoder.get_input_embeddings().register_forward_hook(shuffle),
-                  encoder.register_forward_hook(undo_shuffle)]
+    def undo_shuffle(_, __, output):                           # pooling may read the first or last token
+        output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
+        return output
 
     def change(_, __, x):
-        x = x if noise is None else x + noise
+        x = x if noise is None else x + reorder(noise, order)  # noise follows its token
         for number, (name, rate) in enumerate(zip(args.views, args.view_rates)):
             rows = (view == number).nonzero()[:, 0]
             if name in CUTOFFS and len(rows):
                 x = x.index_put((rows,), cutoff(x[rows], real[rows], name, rate))
         return x
 
-    hooks.append(encoder.embeddings.register_forward_hook(change))
-    try:
+    with (encoder.get_input_embeddings().register_forward_hook(shuffle),
+          encoder.embeddings.register_forward_hook(change),
+          encoder.register_forward_hook(undo_shuffle)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def encode(model, batch, args):
