@@ -31,9 +31,8 @@ Where the paper is silent, both forms follow the released code (antct/cil). --fo
     MLM       may mask entities, not start marks (released code: nor tokens at these positions in other rows)
     p@N       the precision of the first N + 1 pairs
 Departures from the released code, in both forms:
-- Negatives are the bags of all GPUs, not of one GPU.
+- Negatives are the bags of all GPUs, not of one GPU. L_C skips a sentence's own bag.
 - The learning rate falls to 0. With the released code on 2 GPUs, it falls only to half its peak.
-- L_C skips a sentence's own bag. The released code adds and subtracts its term, which is wrong in float32.
 - New tokens mark the entities. A sentence is left out if --max-length cuts off the start mark of an entity.
 """
 import math
@@ -159,18 +158,14 @@ def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, 
     queries, keys, ids, places = x, bags, torch.arange(len(bags), device=x.device), None
     if form == "code":
         queries, keys, ids = bags[bag_of], all_x, all_bag_of
-        places = [places_in_bags(rows, len(all_x) // len(bags)) for rows in (bag_of, all_bag_of)]
+        size = len(all_x) // len(bags)
+        if (all_bag_of.bincount(minlength=len(bags)) != size).any():
+            raise ValueError("bag_of: expected the same number of sentences in each bag")
+        # a sentence's place in its bag is its place when all sentences are sorted by bag, modulo `size`
+        places = [rows.argsort(stable=True).argsort() % size for rows in (bag_of, all_bag_of)]
     negatives = similarity_lse(queries, keys, temperature, exclude=(bag_of, ids), within=places, impl=impl)
     positive = (x * a).sum(1) / temperature
     return -F.logsigmoid(positive - negatives).mean()         # = log(e^positive + e^negatives) − positive
-
-
-def places_in_bags(bag_of, size):
-    """Return (N,) numbers: 0, 1, ... for the rows of each bag in order. Each bag must have `size` rows."""
-    counts = bag_of.bincount()
-    if ((counts != size) & (counts > 0)).any():
-        raise ValueError("bag_of: expected the same number of sentences in each bag")
-    return bag_of.argsort(stable=True).argsort() % size        # place when sorted by bag, modulo `size`
 
 
 def bag_attention(x, bag_of, queries):
@@ -301,8 +296,7 @@ def main(argv=None):
                 save_transformer(run, model.lm, model.tokenizer,
                                  {"heads.safetensors": model.heads.state_dict()})
     before, after = run.extra_state["before"], run.extra_state["saved"]
-    names = ("auc", "f1") if dev else ()
-    run.finish("".join(f"{name} {before[name]:.2f} → {after[name]:.2f}, " for name in names))
+    run.finish(f"auc {before['auc']:.2f} → {after['auc']:.2f}, " if dev else "")
     log("load", f'AutoModel.from_pretrained("{args.out}")')
 
 

@@ -69,9 +69,8 @@ def marked_text(row, editor=None, rng=None):
 
 
 class WordEditor:
-    """Changes unimportant words of a text. TF-IDF (term frequency times idf, the inverse document frequency)
-    decides which words are changed. A word that occurs n times in all L texts has the idf log(L / n). In a
-    text of k words, each occurrence of the word has the TF-IDF idf / k.
+    """Changes unimportant words of a text, which are those with a low TF-IDF. A word that occurs n times in
+    all L texts has the idf log(L / n). In a text of k words, each occurrence has the TF-IDF idf / k.
 
     form    "paper": each change replaces a word or inserts a new word before it, with equal probability.
             "code": each change replaces a word; punctuation and one-letter words of the text are dropped

@@ -104,8 +104,7 @@ def long_documents(table, model, args):
     for part in text_batches(texts):
         lengths += [len(ids) - 2 for ids in tokenise(part, model.tokenizer, NO_LIMIT)[0]]  # 2: [CLS], [SEP]
     long = [i for i, length in enumerate(lengths) if length >= need]
-    log("spans", f"{len(long):,} of {len(table):,} documents have at least {need:,} tokens, 2 · "
-                 f"{args.spans[0]} anchors · --max-length {args.max_length}; the others are left out")
+    log("spans", f"{len(table) - len(long):,} documents left out: they have fewer than {need:,} tokens")
     check_batch_size(len(long), table, args.batch_size, "long documents")
     return long
 
@@ -152,13 +151,8 @@ def span_length(a, b, longest, rng):
 
 
 def sample_cell(cells, left, rng):
-    """Sample one of the free cells for the next anchor. Remove the cell and its neighbours from `cells`.
-
-    If a cell from the middle could leave too few free cells for the remaining anchors, take the first or the
-    last free cell.
-
-    left    number of anchors that still need a cell, including this one
-    """
+    """Sample one of the free `cells`. Remove it and its neighbours from `cells`. If a cell from the middle
+    could leave too few cells for the `left` anchors that still need one, take the first or the last cell."""
     enough = len(cells) // left >= left
     at = rng.randrange(len(cells)) if enough else rng.choice([0, len(cells) - 1])
     cell = cells[at]
@@ -169,8 +163,7 @@ def sample_cell(cells, left, rng):
 def masked_embeddings(model, batch, impl="auto"):
     """Mask tokens of a batch and embed it. Return (embeddings (n, H), this rank's part of the mean cross
     entropy of the masked tokens). One forward pass computes both, as in the released code."""
-    def embed_group(group):
-        """Return (n, H + 2): embeddings, and two columns: loss sum and token count in row 0, then zeros."""
+    def embed_group(group):                                    # two more columns: loss sum and token count
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 

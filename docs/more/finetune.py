@@ -61,7 +61,7 @@ def load_data(path, args):
     fill_defaults(args, dict(epochs=12, lr=2e-3) if args.model == "scratch" else dict(epochs=3, lr=4e-5))
     rows = classifier.load_rows(path, args)
     if args.task == "regression" and args.supcon_weight:
-        fail("--supcon-weight: the task is regression, expected classification")
+        fail(f"{path}: the task is regression, but the contrastive loss needs classes as labels")
     return rows
 
 
@@ -125,14 +125,9 @@ def classify_with_features(model, inputs):
     features, = seen
     if features.dim() == 3:                                    # GPT-2: of all tokens; use the last real one
         places = torch.arange(1, features.shape[1] + 1, device=model.device)
-        last = (places * attention_mask_of(inputs)).argmax(1)
+        last = (places * inputs["attention_mask"]).argmax(1)
         features = features[torch.arange(len(last), device=model.device), last]
     return logits, features.float()
-
-
-def attention_mask_of(inputs):
-    """Return the attention mask (n, L), 0 for padding; all ones if the tokenizer has no mask (FNet)."""
-    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
 
 
 def gathered_rows(z, labels, rows):

@@ -101,14 +101,8 @@ def compute_loss(model, views, rows, args):
 
 @torch.no_grad()
 def update_bank(bank, rows, q, momentum):
-    """Update the vectors of n images in place: v ← momentum · v + (1 − momentum) · q, scaled to length 1.
-
-    bank       (M, D) unit vectors, one per image
-    rows       (n,) integers: rows of the bank, each at most once
-    q          (n, D) unit queries of these images
-    momentum   weight of the old vector, from 0 to 1
-    source     Wu et al. 2018, released code
-    """
+    """Update the rows `rows` (n,), each at most once, of the bank (M, D) with their unit queries q (n, D), in
+    place: v ← momentum · v + (1 − momentum) · q, scaled to length 1 (Wu et al. 2018, released code)."""
     bank[rows] = F.normalize(torch.lerp(q.float(), bank[rows].float(), momentum), dim=1).to(bank.dtype)
 
 

@@ -13,7 +13,7 @@ the other views with the label of view i. With s_ij = cos(z_i, z_j) / τ, the lo
     python docs/more/ood.py --form code --data intents.tsv --dev dev.tsv --ood out-of-scope.tsv
     python docs/more/ood.py --evaluate --model out/ood --data intents.tsv --dev dev.tsv --ood other.tsv
 
-Data: as for childtuning.py, with labels that are classes. --ood has only the text columns of --data.
+Data: as for childtuning.py, with labels that are classes. --ood has the text columns of --data.
 Expected: unseen texts get lower scores than known ones, so AUROC is above 50.
 --form code follows the released code, which adds both views of a text inside one logarithm: see
 ood_contrastive_loss. Departures in both forms: the encoder is a pretrained model, not a GRU on frozen word
@@ -29,11 +29,11 @@ import torch.nn.functional as F
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from childtuning import compute_loss
-from finetune import attention_mask_of, classify_with_features, gathered_rows
+from finetune import classify_with_features, gathered_rows, load_data
 from kernels import check_rows, checks, own_rows, sup_con_loss
 from kernels.training.data import empty_cell, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, run_flags
+from kernels.training.flags import ScriptParser, at_least, run_flags
 from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.run import Run
 from kernels.training.text import classifier
@@ -58,19 +58,11 @@ def make_parser():
     parser.add_shared("--adversarial", 0.1, "0.1 (released code)")
     add("--ood", group="evaluation", reads="held-out data",
         help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
+    parser.set_defaults(supcon_weight=1.0)                     # for load_data of finetune.py
     return parser
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def load_data(path, args):
-    """Return a file's rows [(texts, label)] (classifier.load_rows). Set the default of --lr."""
-    fill_defaults(args, dict(lr=2e-3 if args.model == "scratch" else 4e-5))
-    rows = classifier.load_rows(path, args)
-    if args.task == "regression":
-        fail(f"{path}: the task is regression, expected classification")
-    return rows
 
 
 def load_unseen(args):
@@ -116,10 +108,7 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
     views = torch.stack([z, z_adv], 1)
     if form == "paper":
         return sup_con_loss(views, labels, temperature, gathered=gathered, offset=offset, normalize=True)
-    all_views, all_labels = (views, labels) if gathered is None else checks.check_pair(
-        "gathered", gathered, "(views, labels) of all ranks")
-    check_rows(offset, views=(views, "N v D"), **{
-        "gathered: views": (all_views, "M v D"), "gathered: labels": (all_labels, "M", int)})
+    all_views, all_labels = (views, labels) if gathered is None else gathered
     (z, z_adv), (all_z, all_z_adv) = (F.normalize(x, dim=2).unbind(1) for x in (views, all_views))
     same_label = labels[:, None] == all_labels
     own = torch.zeros_like(same_label)
@@ -136,16 +125,13 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
 def adversarial_views(model, inputs, labels, size):
     """Return (logits, features z of the texts, features z' of their adversarial views). An adversarial view
     moves each word embedding by a step of length `size`, along the gradient of the summed cross entropy."""
-    words, mask, layer = [], attention_mask_of(inputs), model.get_input_embeddings()
+    words, layer = [], model.get_input_embeddings()
     hook = layer.register_forward_hook(lambda layer, ids, x: words.append(x))
     logits, z = classify_with_features(model, inputs)
     hook.remove()
-    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5: two calls; XLNet: length before batch
-        fail(f"{type(model).__name__} does not embed the words of a batch in one call, one text per row; "
-             "--ood-epochs needs a model like BERT", every_rank=True)
     task = F.cross_entropy(logits, labels, reduction="sum")
     gradient, = torch.autograd.grad(task, words, retain_graph=True)
-    step = size * F.normalize(gradient, dim=2) * mask[:, :, None]
+    step = size * F.normalize(gradient, dim=2) * inputs["attention_mask"][:, :, None]
     hook = layer.register_forward_hook(lambda layer, ids, x: x + step)
     z_adv = classify_with_features(model, inputs)[1]
     hook.remove()
@@ -171,11 +157,11 @@ def detect(model, data, args):
     result of ood_metrics}}; {} without --ood. data: {"train", "dev", "unseen": tokenised rows}."""
     if not args.ood:
         return {}
-    _, train = classifier.forward_rows(model, data["train"], classify_with_features)
     labels = torch.tensor([label for _, label in data["train"]])
-    outputs = (classifier.forward_rows(model, rows, classify_with_features)
-               for rows in (data["dev"], data["unseen"]))
-    known, unseen = (detector_scores(*found, train, labels) for found in outputs)
+    outputs = {name: classifier.forward_rows(model, rows, classify_with_features)
+               for name, rows in data.items()}
+    _, train = outputs["train"]
+    known, unseen = (detector_scores(*outputs[name], train, labels) for name in ("dev", "unseen"))
     found = {name: ood_metrics(known[name], unseen[name]) for name in known}
     for name, metrics in found.items():
         log("ood", f"{name}: {describe_scores(metrics)}")

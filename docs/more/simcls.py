@@ -21,8 +21,8 @@ the chosen candidates. Without scores, it keeps the checkpoint that chooses the 
 Published ROUGE-1, ROUGE-2, ROUGE-L of the chosen summaries, with 16 candidates per text: 46.67, 22.15, 43.54
 on CNN/DailyMail (first command); 47.61, 24.57, 39.44 on XSum (second command). The script computes no ROUGE.
 
---form code follows the released code in this point:
-    L    mean instead of the first sum; in the second, mean over pairs with equal j − i, then sum over j − i
+--form code is the loss of the released code: the first sum of L becomes a mean, and the second sum becomes a
+mean over pairs with equal j − i, which is then summed over j − i.
 """
 import os
 import re
