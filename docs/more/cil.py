@@ -31,9 +31,8 @@ Where the paper is silent, both forms follow the released code (antct/cil). --fo
     MLM       may mask entities, not start marks (released code: nor tokens at these positions in other rows)
     p@N       the precision of the first N + 1 pairs
 Departures from the released code, in both forms:
-- Negatives are the bags of all GPUs, not of one GPU.
+- Negatives are the bags of all GPUs, not of one GPU. L_C skips a sentence's own bag.
 - The learning rate falls to 0. With the released code on 2 GPUs, it falls only to half its peak.
-- L_C skips a sentence's own bag. The released code adds and subtracts its term, which is wrong in float32.
 - New tokens mark the entities. A sentence is left out if --max-length cuts off the start mark of an entity.
 """
 import math
@@ -78,10 +77,6 @@ def make_parser():
         warmup_steps=(None, "500 (NYT10-D; NYT10-M 400, KBP 250, GDS 20), 40 with --model scratch"),
         eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
     parser.add_shared_flags("--chunk-size")
-    add("--contrastive-weight", type=at_least(0), default=10.0,
-        help="weight of the contrastive loss; 0: off; default 10 (released code), to which it rises from 0")
-    add("--mlm-weight", type=at_least(0), default=0.1,
-        help="weight of the masked-LM loss; 0: off; default 0.1 (released code)")
     add("--bag-size", type=at_least(1, int), default=3,
         help="sentences drawn from each bag; smaller bags repeat sentences; default 3 (released scripts)")
     add("--classifier-dropout", type=ratio, group="model", default=0.5,
@@ -163,18 +158,14 @@ def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, 
     queries, keys, ids, places = x, bags, torch.arange(len(bags), device=x.device), None
     if form == "code":
         queries, keys, ids = bags[bag_of], all_x, all_bag_of
-        places = [places_in_bags(rows, len(all_x) // len(bags)) for rows in (bag_of, all_bag_of)]
+        size = len(all_x) // len(bags)
+        if (all_bag_of.bincount(minlength=len(bags)) != size).any():
+            raise ValueError("bag_of: expected the same number of sentences in each bag")
+        # a sentence's place in its bag is its place when all sentences are sorted by bag, modulo `size`
+        places = [rows.argsort(stable=True).argsort() % size for rows in (bag_of, all_bag_of)]
     negatives = similarity_lse(queries, keys, temperature, exclude=(bag_of, ids), within=places, impl=impl)
     positive = (x * a).sum(1) / temperature
     return -F.logsigmoid(positive - negatives).mean()         # = log(e^positive + e^negatives) − positive
-
-
-def places_in_bags(bag_of, size):
-    """Return (N,) numbers: 0, 1, ... for the rows of each bag in order. Each bag must have `size` rows."""
-    counts = bag_of.bincount()
-    if ((counts != size) & (counts > 0)).any():
-        raise ValueError("bag_of: expected the same number of sentences in each bag")
-    return bag_of.argsort(stable=True).argsort() % size        # place when sorted by bag, modulo `size`
 
 
 def bag_attention(x, bag_of, queries):
@@ -224,27 +215,22 @@ def compute_loss(model, batch, rows, args, schedule=1.0):
     sentences, copies, relations = batch
     n, own = len(relations), own_rows(rows)
     bag_of = torch.arange(n, device=model.device).repeat_interleave(args.bag_size)
-    views = [sentences, copies] if args.contrastive_weight else [sentences]
-    x, *a = encode(model, model.batch(*views)).chunk(len(views))
+    x, a = encode(model, model.batch(sentences, copies)).chunk(2)
     bags = bag_attention(x, bag_of, model.classifier.weight.detach()[relations])
     logits = model.classifier(F.dropout(bags, args.classifier_dropout, model.training))
-    loss = F.cross_entropy(logits, relations) * (n / rows)
-    values = {"bag": loss}
-    if a:
-        all_bags, all_x, all_bag_of = gather_keys(bags, rows, args), None, None
-        if args.form == "code":
-            all_x = gather_keys(x.unflatten(0, (n, -1)), rows, args).flatten(0, 1)
-            all_bag_of = torch.arange(rows, device=model.device).repeat_interleave(args.bag_size)
-        with loss_autocast(x, args):
-            contrast = cil_loss(x, a[0], all_bags, bag_of + own.start, args.temperature, args.form,
-                                all_x=all_x, all_bag_of=all_bag_of, impl=args.impl)
-        values["contrast"] = contrast * (n / rows)
-        loss = loss + args.contrastive_weight * schedule * values["contrast"]
-    if args.mlm_weight:
-        values["mlm"] = masked_lm_loss(model, model.batch(sentences), args.impl,
-                                       lambda ids: cil_bags.protected(ids, model.marks, args.form))
-        loss = loss + args.mlm_weight * values["mlm"]
-    return loss, {name: value.detach() for name, value in {"loss": loss, **values}.items()}
+    all_bags, all_x, all_bag_of = gather_keys(bags, rows, args), None, None
+    if args.form == "code":
+        all_x = gather_keys(x.unflatten(0, (n, -1)), rows, args).flatten(0, 1)
+        all_bag_of = torch.arange(rows, device=model.device).repeat_interleave(args.bag_size)
+    with loss_autocast(x, args):
+        contrast = cil_loss(x, a, all_bags, bag_of + own.start, args.temperature, args.form,
+                            all_x=all_x, all_bag_of=all_bag_of, impl=args.impl) * (n / rows)
+    bag = F.cross_entropy(logits, relations) * (n / rows)
+    mlm = masked_lm_loss(model, model.batch(sentences), args.impl,
+                         lambda ids: cil_bags.protected(ids, model.marks, args.form))
+    loss = bag + 10 * schedule * contrast + 0.1 * mlm
+    values = {"loss": loss, "bag": bag, "contrast": contrast, "mlm": mlm}
+    return loss, {name: value.detach() for name, value in values.items()}
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +261,8 @@ def main(argv=None):
     if args.evaluate:
         model = build_model(args, Run(args, __file__), None)
         bags = cil_bags.load_bags(args.dev or args.data, model, args)
-        return log("test", cil_bags.format_scores(evaluate(model, bags, args)))
+        scores = evaluate(model, bags, args)
+        return log("test", ", ".join(f"{name} {score:.2f}" for name, score in scores.items()))
     rows, relations = load_data(args.data, args)
     run = Run(args, __file__)
     texts = [row["text"] for row in rows]
@@ -286,7 +273,6 @@ def main(argv=None):
     dev = cil_bags.load_bags(args.dev, model, args) if args.dev else None
     optimizer = UncorrectedAdamW(decay_groups(model, 1e-5), args.lr)               # released code
     warmup = args.warmup_steps
-    load_command = f'AutoModel.from_pretrained("{args.out}")'
     total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size)
     run.begin(model, optimizer, total, warmup)
     if dev and run.step == 0:
@@ -310,9 +296,8 @@ def main(argv=None):
                 save_transformer(run, model.lm, model.tokenizer,
                                  {"heads.safetensors": model.heads.state_dict()})
     before, after = run.extra_state["before"], run.extra_state["saved"]
-    names = ("auc", "f1") if dev else ()
-    run.finish("".join(f"{name} {before[name]:.2f} → {after[name]:.2f}, " for name in names))
-    log("load", load_command)
+    run.finish(f"auc {before['auc']:.2f} → {after['auc']:.2f}, " if dev else "")
+    log("load", f'AutoModel.from_pretrained("{args.out}")')
 
 
 if __name__ == "__main__":

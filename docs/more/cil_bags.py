@@ -69,9 +69,8 @@ def marked_text(row, editor=None, rng=None):
 
 
 class WordEditor:
-    """Changes unimportant words of a text. TF-IDF (term frequency times idf, the inverse document frequency)
-    decides which words are changed. A word that occurs n times in all L texts has the idf log(L / n). In a
-    text of k words, each occurrence of the word has the TF-IDF idf / k.
+    """Changes unimportant words of a text, which are those with a low TF-IDF. A word that occurs n times in
+    all L texts has the idf log(L / n). In a text of k words, each occurrence has the TF-IDF idf / k.
 
     form    "paper": each change replaces a word or inserts a new word before it, with equal probability.
             "code": each change replaces a word; punctuation and one-letter words of the text are dropped
@@ -155,17 +154,12 @@ def load_bags(path, model, args):
     rows, _ = load_sentences(path)
     number_of = model.encoder.config.label2id
     facts = {key for key in group_rows(rows, "relation") if key[2] not in UNKNOWN}
-    unknown = [relation for _, _, relation in facts if relation not in number_of]
-    if unknown:
-        names = ", ".join(sorted({*unknown})[:3])
-        text = f"{path}: {len(unknown)} of {len(facts)} facts have relations unknown to the model ({names})"
-        if len(unknown) == len(facts):
-            fail(text)
-        log("note", f"{text}; these facts count as not found")
+    unknown = [relation for *_, relation in facts if relation not in number_of]
     rows, tokens = tokenise_sentences(rows, model, args)
     bags = group_rows(rows)
     labels = torch.tensor([[(*pair, name) in facts for name in number_of] for pair in bags])
-    log("bags", f"{len(rows):,} sentences in {len(bags):,} bags, {len(facts):,} facts from {path}")
+    log("bags", f"{len(rows):,} sentences in {len(bags):,} bags, {len(facts):,} facts from {path}; the model "
+                f"does not know the relations of {len(unknown):,} facts")
     return [ids for ids, in tokens], [*bags.values()], labels, len(facts)
 
 
@@ -176,8 +170,7 @@ def precision_recall(scores, facts, total, form="paper"):
     facts     (B, R) bool: the known relations of each bag
     total     number of facts in the file, including facts without a bag; see load_bags
     form      "paper" | "code"; with "code", p@N is the precision of the first N + 1 pairs
-    returns   {"auc", "f1", "p@100", "p@200", "p@300", "p_mean" (their mean)} in percent; p@N is missing if
-              there are too few pairs
+    returns   {"auc", "f1", "p@100", "p@200", "p@300"} in percent; p@N is missing if there are too few pairs
     """
     order = scores[:, 1:].flatten().sort(descending=True, stable=True).indices
     hits = facts[:, 1:].flatten()[order].double().cumsum(0)
@@ -186,11 +179,4 @@ def precision_recall(scores, facts, total, form="paper"):
     found = {"auc": torch.trapezoid(precision, recall), "f1": (2 * hits / (count + total)).max()}
     at = {n: n - (form == "paper") for n in (100, 200, 300)}   # p@n is precision[at[n]]
     found |= {f"p@{n}": precision[i] for n, i in at.items() if i < len(hits)}
-    if "p@300" in found:
-        found["p_mean"] = (found["p@100"] + found["p@200"] + found["p@300"]) / 3
     return {name: 100 * value.item() for name, value in found.items()}
-
-
-def format_scores(scores):
-    """Format the scores of precision_recall as text."""
-    return ", ".join(f"{name} {x:.2f}" for name, x in scores.items() if name != "step")

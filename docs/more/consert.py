@@ -103,14 +103,11 @@ def load_data(path, args):
 
 
 def build_model(args, run):
-    """Load the encoder. Fail if it lacks the module `embeddings` that --views or --adversarial change."""
+    """Load the encoder, which needs BERT's module `embeddings`."""
     model = build_encoder(args, run, "avg", None)
     set_dropout(model.encoder, args.dropout, args.model)
-    if {*args.views} & {*CUTOFFS, "shuffle"} or args.adversarial:
-        # in XLM, `embeddings` is only the table of word embeddings, without positions
-        if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
-            fail(f"--model {args.model}: {type(model.encoder).__name__} lacks BERT's module `embeddings`, "
-                 "which --views and --adversarial change; use the views dropout dropout")
+    if not hasattr(model.encoder, "embeddings"):
+        fail(f"--model {args.model}: found {type(model.encoder).__name__}, expected a model like BERT")
     log("model", describe_model(model, args))
     return model.to(run.device)
 
@@ -130,20 +127,15 @@ def cutoff(x, mask, name, rate):
     x       (n, L, D) input of the encoder's first layer
     mask    (n, L) bool, False at padding; feature_cutoff also changes padding
     """
-    eligible = mask[:, :, None]
+    parts = mask[:, :, None]                                   # True for parts that may become 0
     if name == "feature_cutoff":
-        eligible = torch.ones_like(x[:, :1], dtype=torch.bool)
+        parts = torch.ones_like(x[:, :1], dtype=torch.bool)
     elif name == "embedding_dropout":
-        eligible = eligible.expand_as(x)
-    zeros = random_subset(eligible.flatten(1), rate).view(eligible.shape)
-    return x.masked_fill(zeros, 0)
-
-
-def random_subset(eligible, rate):
-    """Return (n, C) bool: a random fraction, rounded down, of the True entries in each row of `eligible`."""
-    keys = random_keys(eligible)
-    counts = (eligible.sum(1, keepdim=True).double() * rate).long()
-    return keys < keys.sort(1).values.gather(1, counts)
+        parts = parts.expand_as(x)
+    keys = random_keys(parts.flatten(1))
+    counts = (parts.flatten(1).sum(1, keepdim=True).double() * rate).long()
+    zeros = keys < keys.sort(1).values.gather(1, counts)       # the `counts` smallest keys of each text
+    return x.masked_fill(zeros.view(parts.shape), 0)
 
 
 def random_keys(eligible):
@@ -167,38 +159,30 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
     view     (n,) view of each text, an index into args.views
     noise    (n, L, D) noise that is added before the cutoffs, or None
     """
-    real, hooks = mask.bool(), []
+    real = mask.bool()
     shuffled = torch.tensor([name == "shuffle" for name in args.views], device=mask.device)[view]
-    if shuffled.any():
-        order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
-        order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
-        noise = None if noise is None else reorder(noise, order)               # noise follows its token
+    order = torch.arange(mask.shape[1], device=mask.device).repeat(len(mask), 1)
+    order[shuffled] = random_keys(real[shuffled]).argsort(dim=1, stable=True)
 
-        def shuffle(_, __, words):
-            return reorder(words, order)
+    def shuffle(_, __, words):
+        return reorder(words, order)
 
-        def undo_shuffle(_, __, output):                       # pooling may read the first or last token
-            output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
-            return output
-
-        hooks += [encoder.get_input_embeddings().register_forward_hook(shuffle),
-                  encoder.register_forward_hook(undo_shuffle)]
+    def undo_shuffle(_, __, output):                           # pooling may read the first or last token
+        output.last_hidden_state = reorder(output.last_hidden_state, order.argsort(1))
+        return output
 
     def change(_, __, x):
-        x = x if noise is None else x + noise
+        x = x if noise is None else x + reorder(noise, order)  # noise follows its token
         for number, (name, rate) in enumerate(zip(args.views, args.view_rates)):
             rows = (view == number).nonzero()[:, 0]
             if name in CUTOFFS and len(rows):
                 x = x.index_put((rows,), cutoff(x[rows], real[rows], name, rate))
         return x
 
-    if noise is not None or {*args.views} & {*CUTOFFS}:
-        hooks.append(encoder.embeddings.register_forward_hook(change))
-    try:
+    with (encoder.get_input_embeddings().register_forward_hook(shuffle),
+          encoder.embeddings.register_forward_hook(change),
+          encoder.register_forward_hook(undo_shuffle)):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def encode(model, batch, args):

@@ -40,7 +40,7 @@ sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from kernels import embed_in_chunks, nt_xent, own_rows
 from kernels.training.data import empty_cell, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, text_flags
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
 from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.precision import gather_keys, loss_autocast
 from kernels.training.progress import progress
@@ -67,8 +67,6 @@ def make_parser():
                   "from 1/32 of this value to this value, then it falls back to 1/32"))
     add("--spans", nargs=2, type=at_least(1, int), default=[2, 2], metavar=("A", "P"),
         help="A anchors per document, and P positives per anchor; default 2 2 (paper)")
-    add("--mlm-weight", type=at_least(0), default=1.0,
-        help="weight of the masked-LM loss; 0: off; default 1 (paper)")
     return parser
 
 
@@ -99,25 +97,15 @@ def build_model(args, run):
     return model.to(run.device)
 
 
-def special_tokens(tokenizer):
-    """Return (number of special tokens before a text, number of special tokens after a text)."""
-    tokenizer.backend_tokenizer.no_padding()                   # else a saved setting may add padding tokens
-    special = tokenizer.backend_tokenizer.encode("a").special_tokens_mask
-    return special.index(0), special[::-1].index(0)
-
-
 def long_documents(table, model, args):
     """Return the row numbers of the documents with at least 2 · A · --max-length tokens."""
-    need, special, lengths = 2 * args.spans[0] * args.max_length, sum(special_tokens(model.tokenizer)), []
+    need, lengths = 2 * args.spans[0] * args.max_length, []
     texts = (model.add_prompts(cells)[0] for _, cells in progress(table, "documents"))
     for part in text_batches(texts):
-        lengths += [len(ids) - special for ids in tokenise(part, model.tokenizer, NO_LIMIT)[0]]
+        lengths += [len(ids) - 2 for ids in tokenise(part, model.tokenizer, NO_LIMIT)[0]]  # 2: [CLS], [SEP]
     long = [i for i, length in enumerate(lengths) if length >= need]
-    found = (f"{len(long):,} of {len(table):,} documents have at least {need:,} tokens, 2 · {args.spans[0]} "
-             f"anchors · --max-length {args.max_length}")
-    if len(long) < args.batch_size:
-        fail(f"{table}: {found}; expected at least {args.batch_size}, which is --batch-size")
-    log("spans", f"{found}; the others are left out")
+    log("spans", f"{len(table) - len(long):,} documents left out: they have fewer than {need:,} tokens")
+    check_batch_size(len(long), table, args.batch_size, "long documents")
     return long
 
 
@@ -125,22 +113,22 @@ def make_batch(tokens, picked, model, args):
     """Return (batch of anchors, batch of positives) of the documents whose numbers are in `picked`. Anchors
     are in document order. Positives: the first of each anchor, then the second of each, and so on."""
     rng = random.Random(int(torch.randint(2**62, ())))         # --resume restores PyTorch's random state
-    anchors, *positives = sample_spans([tokens[i][0] for i in picked], model, args, rng)
+    anchors, *positives = sample_spans([tokens[i][0] for i in picked], args, rng)
     return model.batch(anchors), model.batch(*positives)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sample_spans(documents, model, args, rng):
-    """Sample spans of documents, given as token ids, as the released code does. Return 1 + P lists of token
-    ids: of all anchors, of the first positive of each anchor, of the second positive, and so on."""
+def sample_spans(documents, args, rng):
+    """Sample spans as the released code does. The token ids of a document, and of a span, have one special
+    token at each end. Return 1 + P lists of token ids: of all anchors, of the first positive of each anchor,
+    of the second positive, and so on."""
     (count, positives), size = args.spans, args.max_length
-    n_start, n_end = special_tokens(model.tokenizer)
     views = [[] for _ in range(1 + positives)]
     for ids in documents:
-        start_ids, end_ids = ids[:n_start], ids[len(ids) - n_end :]
-        ids = ids[n_start : len(ids) - n_end]
+        first, last = ids[:1], ids[-1:]
+        ids = ids[1:-1]
         cells = [*range(len(ids) // size)]
         for left in range(count, 0, -1):
             length = span_length(4, 2, size, rng)
@@ -151,8 +139,8 @@ def sample_spans(documents, model, args, rng):
                 least, most = max(0, start - more), min(start + length, len(ids) - more)
                 spans.append((rng.randint(least, most), more))
             for view, (at, length) in zip(views, spans):
-                room = size - n_start - n_end                  # most tokens of a span, besides special ones
-                view.append(np.concatenate([start_ids, ids[at : at + length][:room], end_ids]))
+                length = min(length, size - 2)                 # leave room for the special tokens
+                view.append(np.concatenate([first, ids[at : at + length], last]))
     return views
 
 
@@ -163,13 +151,8 @@ def span_length(a, b, longest, rng):
 
 
 def sample_cell(cells, left, rng):
-    """Sample one of the free cells for the next anchor. Remove the cell and its neighbours from `cells`.
-
-    If a cell from the middle could leave too few free cells for the remaining anchors, take the first or the
-    last free cell.
-
-    left    number of anchors that still need a cell, including this one
-    """
+    """Sample one of the free `cells`. Remove it and its neighbours from `cells`. If a cell from the middle
+    could leave too few cells for the `left` anchors that still need one, take the first or the last cell."""
     enough = len(cells) // left >= left
     at = rng.randrange(len(cells)) if enough else rng.choice([0, len(cells) - 1])
     cell = cells[at]
@@ -180,8 +163,7 @@ def sample_cell(cells, left, rng):
 def masked_embeddings(model, batch, impl="auto"):
     """Mask tokens of a batch and embed it. Return (embeddings (n, H), this rank's part of the mean cross
     entropy of the masked tokens). One forward pass computes both, as in the released code."""
-    def embed_group(group):
-        """Return (n, H + 2): embeddings, and two columns: loss sum and token count in row 0, then zeros."""
+    def embed_group(group):                                    # two more columns: loss sum and token count
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 
@@ -193,14 +175,11 @@ def masked_embeddings(model, batch, impl="auto"):
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the loss of the global batch, and the values to log. batch: this rank's
     documents, from make_batch; rows: number of documents of the global batch."""
-    anchors, positives = batch
-    mlm, count = None, args.spans[0]
-    if args.mlm_weight and args.form == "code":
+    (anchors, positives), count = batch, args.spans[0]
+    if args.form == "code":
         z1, mlm = masked_embeddings(model, anchors, args.impl)
     else:
-        z1 = model(anchors)
-        if args.mlm_weight:
-            mlm = masked_lm_loss(model, anchors, args.impl)
+        z1, mlm = model(anchors), masked_lm_loss(model, anchors, args.impl)
     z2 = torch.stack(model(positives).chunk(args.spans[1])).mean(0)
     gathered = None
     if len(z1) < rows * count:                                 # several ranks: gather a row per document
@@ -209,11 +188,7 @@ def compute_loss(model, batch, rows, args):
         loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start * count,
                        normalize=True, impl=args.impl)
     loss = loss * (len(z1) / (rows * count))
-    values = {"loss": loss.detach()}
-    if mlm is not None:
-        loss = loss + args.mlm_weight * mlm
-        values["mlm"] = mlm.detach()
-    return loss, values
+    return loss + mlm, {"loss": loss.detach(), "mlm": mlm.detach()}
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────

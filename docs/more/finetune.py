@@ -1,17 +1,16 @@
-"""Fine-tuning of a text classifier with AdamW, and with the losses and tests of three papers. CE is the mean
-cross entropy, z_i the input of the last layer for text i, and J_i are the other texts with the label of i:
+"""Fine-tuning of a text classifier with AdamW, and with the losses of two papers. CE is the mean cross
+entropy, z_i the input of the last layer for text i, and J_i are the other texts with the label of i:
     --rdrop-weight α      R-Drop (Liang, Wu et al., NeurIPS 2021, arXiv 2106.14448). Two passes with different
                           dropout predict P1 and P2.  L = CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1))
     --supcon-weight λ     supervised contrastive loss (Gunel et al., ICLR 2021, arXiv 2011.01403)
                           L = (1 − λ) CE + λ SCL,  s_ij = cos(z_i, z_j) / τ
                           SCL = mean over i of −1/|J_i| Σ_{j in J_i} log( exp s_ij / Σ_{k ≠ i} exp s_ik )
-    --contrast-set        accuracy on test texts and on edited copies with other labels (Gardner et al. 2020)
 
     python docs/more/finetune.py --rdrop-weight 1 --data rte.tsv --dev rte-dev.tsv
     python docs/more/finetune.py --supcon-weight 0.9 --data sst2.tsv --dev sst2-dev.tsv
-    python docs/more/finetune.py --model out/cline --data imdb.tsv --contrast-set test.tsv edited.tsv
+    python docs/more/finetune.py --evaluate --model out/finetune --data sst2-dev.tsv
 
-Data and defaults are those of childtuning.py. --contrast-set has the columns of --data.
+Data and defaults are those of childtuning.py.
 Expected: the score on --dev rises. docs/results.md lists scores of our runs.
 --form code is R-Drop's released code: L = (CE1 + CE2) / 2 + α/2 (KL(P1‖P2) + KL(P2‖P1)), with KL summed over
 the batch.
@@ -25,12 +24,12 @@ import torch
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from kernels import check_rows, checks, gather_rows, own_rows, sup_con_loss
-from kernels.training.errors import command, fail, log
+from kernels.training.errors import command, fail
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
 from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.run import Run
 from kernels.training.text import classifier
-from kernels.training.text.classifier import classify, describe_scores, make_batch, task_loss, tokenise_texts
+from kernels.training.text.classifier import classify, make_batch, task_loss, tokenise_texts
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -43,18 +42,14 @@ def make_parser():
         max_length=(128, "128, for both texts of a pair together, also of --dev"),
         temperature=(0.3, "0.3 (ours); only used by --supcon-weight"),
         batch_size=16, epochs=(None, "3, or 12 with --model scratch"),
-        lr=(None, "4e-5, or 2e-3 with --model scratch; linear decay to 0"),
+        lr=(None, "4e-5, or 2e-3 with --model scratch; warm-up over a tenth of the steps, then linear "
+                  "decay to 0"),
         weight_decay=(0.01, "0.01; always 0 for biases and norms"), eval_every=(None, "one epoch"))
     classifier.classifier_flags(parser)
     add("--rdrop-weight", type=at_least(0),
-        help="α in R-Drop's loss CE1 + CE2 + α/2 (KL(P1‖P2) + KL(P2‖P1)) of two passes with different "
-             "dropout. --form code halves CE1 + CE2, and sums KL over the batch; default off")
+        help="α, weight of R-Drop's penalty for different predictions of two passes; default: one pass")
     add("--supcon-weight", type=ratio, default=0.0,
-        help="λ in the loss (1 − λ) CE + λ SCL, with the supervised contrastive loss SCL; default 0")
-    add("--warmup-ratio", group="training", type=ratio, default=0.1,
-        help="fraction of the steps for warm-up; default 0.1")
-    add("--contrast-set", group="evaluation", reads="held-out data", nargs=2, metavar=("ORIGINAL", "EDITED"),
-        help="test texts, and edited copies of them with other labels, row by row")
+        help="λ, weight of the supervised contrastive loss; default 0")
     return parser
 
 
@@ -65,20 +60,9 @@ def load_data(path, args):
     """Return a file's rows [(texts, label)] (classifier.load_rows). Set the defaults of flags not given."""
     fill_defaults(args, dict(epochs=12, lr=2e-3) if args.model == "scratch" else dict(epochs=3, lr=4e-5))
     rows = classifier.load_rows(path, args)
-    if args.task == "regression" and (args.supcon_weight or args.contrast_set):
-        fail("--supcon-weight and --contrast-set: the task is regression, expected classification")
+    if args.task == "regression" and args.supcon_weight:
+        fail(f"{path}: the task is regression, but the contrastive loss needs classes as labels")
     return rows
-
-
-def load_contrast_set(args):
-    """Return {"original", "edited"}: the rows of the two files of --contrast-set; {} without this flag."""
-    if not args.contrast_set:
-        return {}
-    original, edited = (load_data(path, args) for path in args.contrast_set)
-    if len(original) != len(edited):
-        fail(f"--contrast-set {' '.join(args.contrast_set)}: {len(original)} and {len(edited)} rows; "
-             "expected an edited text for each original, in the same order")
-    return dict(original=original, edited=edited)
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,14 +125,9 @@ def classify_with_features(model, inputs):
     features, = seen
     if features.dim() == 3:                                    # GPT-2: of all tokens; use the last real one
         places = torch.arange(1, features.shape[1] + 1, device=model.device)
-        last = (places * attention_mask_of(inputs)).argmax(1)
+        last = (places * inputs["attention_mask"]).argmax(1)
         features = features[torch.arange(len(last), device=model.device), last]
     return logits, features.float()
-
-
-def attention_mask_of(inputs):
-    """Return the attention mask (n, L), 0 for padding; all ones if the tokenizer has no mask (FNet)."""
-    return inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
 
 
 def gathered_rows(z, labels, rows):
@@ -161,9 +140,8 @@ def gathered_rows(z, labels, rows):
 def compute_loss(model, batch, rows, args):
     """Return this rank's part of the loss of the global batch (`rows` rows), and the values to log."""
     inputs, labels = batch
-    passes = [classify_with_features(model, inputs) if args.supcon_weight else (classify(model, inputs), None)
-              for _ in range(1 if args.rdrop_weight is None else 2)]           # each pass has its own dropout
-    logits, features = zip(*passes)
+    count = 1 if args.rdrop_weight is None else 2              # each pass has its own dropout
+    logits, features = zip(*(classify_with_features(model, inputs) for _ in range(count)))
     if args.rdrop_weight is None:
         loss = task_loss(*logits, labels)
     else:
@@ -178,23 +156,6 @@ def compute_loss(model, batch, rows, args):
     return loss, {"loss": loss.detach()}
 
 
-# ── evaluation ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def score_contrast_set(model, data):
-    """Score the tokenised rows data["original"] and data["edited"]. Print and return {"contrast": scores}; {}
-    if `data` has none. Consistency counts the texts whose two versions are both classified correctly."""
-    if "original" not in data:
-        return {}
-    pairs = [(classifier.predict(model, rows).argmax(1), torch.tensor([label for _, label in rows]))
-             for rows in (data["original"], data["edited"])]
-    right = torch.stack([predicted == labels for predicted, labels in pairs]).double()
-    shares = {"original": right[0], "edited": right[1], "consistency": right.prod(0)}
-    scores = {name: 100 * share.mean().item() for name, share in shares.items()}
-    log("test", f"contrast set: {describe_scores(scores)}")
-    return {"contrast": scores}
-
-
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -202,36 +163,30 @@ def score_contrast_set(model, data):
 def main(argv=None):
     args = make_parser().parse_args(argv)
     if args.evaluate:
-        model, _ = classifier.evaluate_model(args, __file__)
-        data = {name: tokenise_texts(rows, model, args.max_length)
-                for name, rows in load_contrast_set(args).items()}
-        return score_contrast_set(model, data)
-    data = {"train": load_data(args.data, args), "dev": load_data(args.dev, args) if args.dev else []}
-    data |= load_contrast_set(args)
+        return classifier.evaluate_model(args, __file__)
+    train, dev = load_data(args.data, args), load_data(args.dev, args) if args.dev else []
     run = Run(args, __file__)
     model = classifier.load_model(args, run)
-    data = {name: tokenise_texts(rows, model, args.max_length, training=name == "train")
-            for name, rows in data.items()}
-    epoch = steps_per_epoch(len(data["train"]), args.batch_size)
+    train = tokenise_texts(train, model, args.max_length, training=True)
+    dev = tokenise_texts(dev, model, args.max_length)
+    epoch = steps_per_epoch(len(train), args.batch_size)
     total = args.steps or args.epochs * epoch
-    warmup = math.ceil(args.warmup_ratio * total)
+    warmup = math.ceil(total / 10)
     args.eval_every = args.eval_every or epoch
     optimizer = torch.optim.AdamW(decay_groups(model, args.weight_decay), args.lr)
     run.begin(model, optimizer, total)
-    for step, batch in run.steps(total, len(data["train"])):
+    for step, batch in run.steps(total, len(train)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
-        rows = [data["train"][i] for i in batch[own_rows(len(batch))]]
+        rows = [train[i] for i in batch[own_rows(len(batch))]]
         loss, values = compute_loss(model, make_batch(rows, model), len(batch), args)
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step == total:
-            values |= score_contrast_set(model, data)
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
-            classifier.evaluate_and_save(model, data["dev"], args, run)
+            classifier.evaluate_and_save(model, dev, args, run)
     classifier.finish_run(run, args)
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
-from kernels import check_rows, checks, gather_rows, own_rows, queue_loss
+from kernels import gather_rows, own_rows, queue_loss
 from kernels.training.errors import command, log
 from kernels.training.flags import ScriptParser, at_least, fill_defaults, image_flags, ratio
 from kernels.training.images import evaluation
@@ -48,17 +48,13 @@ def make_parser():
         epochs=(200, "200 (paper)"), probe_epochs=100, temperature=(0.07, "0.07 (paper)"),
         lr=(0.03, "0.03 (paper); it is always multiplied by batch / 256"),
         weight_decay=(None, "1e-4 (paper), or 5e-4 for views up to 32 px"))
-    add("--crop", group="data", type=ratio, default=0.2,
-        help="smallest area of a crop, as a fraction of the image; default 0.2 (released code)")
-    add("--projection-dim", group="model", type=at_least(1, int), default=128,
-        help="output dimension of the projection head; default 128 (paper)")
     add("--queue-size", type=at_least(1, int), default=4096,
         help="K, number of stored negatives; default 4096 (paper)")
     add("--bank-momentum", type=ratio, default=0.5,
         help="m, weight of the old vector when a stored vector changes; default 0.5 (released code)")
     add("--bn-splits", type=at_least(1, int), default=8,
         help="number of parts of the global batch with separate batch-norm statistics; default 8 (MoCo)")
-    parser.set_defaults(v1=True, head_layers=1)                # for the functions of moco.py
+    parser.set_defaults(v1=True, head_layers=1, projection_dim=128)            # for functions of moco.py
     return parser
 
 
@@ -105,17 +101,8 @@ def compute_loss(model, views, rows, args):
 
 @torch.no_grad()
 def update_bank(bank, rows, q, momentum):
-    """Update the vectors of n images in place: v ← momentum · v + (1 − momentum) · q, scaled to length 1.
-
-    bank       (M, D) unit vectors, one per image
-    rows       (n,) integers: rows of the bank, each at most once
-    q          (n, D) unit queries of these images
-    momentum   weight of the old vector, from 0 to 1
-    source     Wu et al. 2018, released code
-    """
-    check_rows(bank=(bank, "M D"), rows=(rows, "n", int), q=(q, "n D"))
-    checks.check_number("momentum", momentum, 0, 1)
-    rows = rows.long()
+    """Update the rows `rows` (n,), each at most once, of the bank (M, D) with their unit queries q (n, D), in
+    place: v ← momentum · v + (1 − momentum) · q, scaled to length 1 (Wu et al. 2018, released code)."""
     bank[rows] = F.normalize(torch.lerp(q.float(), bank[rows].float(), momentum), dim=1).to(bank.dtype)
 
 
@@ -137,7 +124,7 @@ def main(argv=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=args.weight_decay)
     run.begin(model, optimizer, total, then=evaluation.probe_text(images, args))
     evaluation.evaluate_before(model, images, run)
-    images.start_training_views(run, total, args.crop, 1)
+    images.start_training_views(run, total, 0.2, 1)            # least area of a crop (released code)
     model.train()
     for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
         set_lr(optimizer, lr * lr_factor((step - 1) // epoch, total / epoch, args))

@@ -13,7 +13,7 @@ the other views with the label of view i. With s_ij = cos(z_i, z_j) / τ, the lo
     python docs/more/ood.py --form code --data intents.tsv --dev dev.tsv --ood out-of-scope.tsv
     python docs/more/ood.py --evaluate --model out/ood --data intents.tsv --dev dev.tsv --ood other.tsv
 
-Data: as for childtuning.py, with labels that are classes. --ood has only the text columns of --data.
+Data: as for childtuning.py, with labels that are classes. --ood has the text columns of --data.
 Expected: unseen texts get lower scores than known ones, so AUROC is above 50.
 --form code follows the released code, which adds both views of a text inside one logarithm: see
 ood_contrastive_loss. Departures in both forms: the encoder is a pretrained model, not a GRU on frozen word
@@ -29,11 +29,11 @@ import torch.nn.functional as F
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from childtuning import compute_loss
-from finetune import attention_mask_of, classify_with_features, gathered_rows
+from finetune import classify_with_features, gathered_rows, load_data
 from kernels import check_rows, checks, own_rows, sup_con_loss
-from kernels.training.data import empty_cell, join_names, normalise_name, read_table
+from kernels.training.data import empty_cell, read_table
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, fill_defaults, ratio, run_flags
+from kernels.training.flags import ScriptParser, at_least, run_flags
 from kernels.training.loop import all_reduce_gradients, decay_groups, set_lr, steps_per_epoch, warmup_linear
 from kernels.training.run import Run
 from kernels.training.text import classifier
@@ -49,49 +49,39 @@ def make_parser():
         parser, model="bert-large-cased", dev=None, out="out/ood", form="paper",
         max_length=(128, "128, for both texts of a pair together, also of --dev"),
         temperature=(0.1, "0.1 (released code)"), batch_size=16, epochs=(20, "20 (released code)"),
-        lr=(None, "4e-5, or 2e-3 with --model scratch; linear decay to 0"),
+        lr=(None, "4e-5, or 2e-3 with --model scratch; warm-up over a tenth of the steps, then linear "
+                  "decay to 0"),
         weight_decay=(0.01, "0.01; always 0 for biases and norms"), eval_every=(None, "one epoch"))
     classifier.classifier_flags(parser)
     add("--ood-epochs", type=at_least(0, int), default=20,
         help="epochs of the first stage, with the contrastive loss; default 20 (released code)")
     parser.add_shared("--adversarial", 0.1, "0.1 (released code)")
-    add("--warmup-ratio", group="training", type=ratio, default=0.1,
-        help="fraction of the steps for warm-up; default 0.1")
     add("--ood", group="evaluation", reads="held-out data",
         help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
+    parser.set_defaults(supcon_weight=1.0)                     # for load_data of finetune.py
     return parser
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load_data(path, args):
-    """Return a file's rows [(texts, label)] (classifier.load_rows). Set the default of --lr."""
-    fill_defaults(args, dict(lr=2e-3 if args.model == "scratch" else 4e-5))
-    rows = classifier.load_rows(path, args)
-    if args.task == "regression":
-        fail(f"{path}: the task is regression, expected classification")
-    return rows
-
-
 def load_unseen(args):
     """Read --ood into [(texts, 0)], where 0 replaces a label. A file without a header has only the text
-    columns of --data. Fail if scikit-learn, which local_outlier_factor needs, is not installed."""
+    columns of --data. Fail if scikit-learn, which detector_scores needs, is not installed."""
     if not args.data or not args.dev:
         fail(f"--ood {args.ood}: requires --data (training texts) and --dev (other texts of these classes)")
     try:
         import sklearn.neighbors  # noqa: F401
     except ImportError:
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
-    header, table = read_table(args.ood, empty_cell, names=args.text_columns)
-    rows = [cells for _, cells in table]
-    wanted = [normalise_name(name) for name in args.text_columns]
-    found = [normalise_name(name) for name in header] if header else wanted
-    if not set(wanted) <= set(found) or len(rows[0]) != len(found):
-        fail(f"{args.ood}: {len(rows[0])} columns, expected the text columns of {args.data}: "
-             f"{join_names(args.text_columns)}")
+    header, _ = read_table(args.ood, names=args.text_columns)
+    _, table = read_table(args.ood, empty_cell, columns=args.text_columns if header else None)
+    rows = [(tuple(texts), 0) for _, texts in table]
+    if len(rows[0][0]) != len(args.text_columns):
+        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {len(args.text_columns)} of text in "
+             f"{args.data}")
     log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
-    return [(tuple(cells[found.index(name)] for name in wanted), 0) for cells in rows]
+    return rows
 
 
 # ── the paper ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,10 +108,7 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
     views = torch.stack([z, z_adv], 1)
     if form == "paper":
         return sup_con_loss(views, labels, temperature, gathered=gathered, offset=offset, normalize=True)
-    all_views, all_labels = (views, labels) if gathered is None else checks.check_pair(
-        "gathered", gathered, "(views, labels) of all ranks")
-    check_rows(offset, views=(views, "N v D"), **{
-        "gathered: views": (all_views, "M v D"), "gathered: labels": (all_labels, "M", int)})
+    all_views, all_labels = (views, labels) if gathered is None else gathered
     (z, z_adv), (all_z, all_z_adv) = (F.normalize(x, dim=2).unbind(1) for x in (views, all_views))
     same_label = labels[:, None] == all_labels
     own = torch.zeros_like(same_label)
@@ -135,36 +122,16 @@ def ood_contrastive_loss(z, z_adv, labels, temperature=0.1, form="paper", *, gat
     return loss
 
 
-def adversarial_noise(gradient, mask, size):
-    """Return noise (n, L, H), float32 or float64: for each token, a step of length `size` along its gradient.
-
-    gradient   (n, L, H) gradient of a loss at the word embeddings, any float type; no step where it is 0
-    mask       (n, L) integers, 0 for padding, which gets no step
-    source     Zeng et al. 2021; the released code uses size 0.1
-    """
-    check_rows(gradient=(gradient, "n L H"), mask=(mask, "n L", int))
-    checks.check_number("size", size)
-    upcast = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    return size * F.normalize(upcast, dim=2) * (mask != 0)[:, :, None]
-
-
 def adversarial_views(model, inputs, labels, size):
-    """Return (logits, features z of the texts, features z' of their adversarial views). Adversarial views add
-    steps of length `size` to the word embeddings, along the gradient of the cross entropy."""
-    words, mask = [], attention_mask_of(inputs)
-    try:
-        layer = model.get_input_embeddings()
-    except NotImplementedError:
-        fail(f"{type(model).__name__} has no word embeddings; --ood-epochs needs a model like BERT")
+    """Return (logits, features z of the texts, features z' of their adversarial views). An adversarial view
+    moves each word embedding by a step of length `size`, along the gradient of the summed cross entropy."""
+    words, layer = [], model.get_input_embeddings()
     hook = layer.register_forward_hook(lambda layer, ids, x: words.append(x))
     logits, z = classify_with_features(model, inputs)
     hook.remove()
-    if len(words) != 1 or words[0].shape[:2] != mask.shape:    # T5: two calls; XLNet: length before batch
-        fail(f"{type(model).__name__} does not embed the words of a batch in one call, one text per row; "
-             "--ood-epochs needs a model like BERT", every_rank=True)
     task = F.cross_entropy(logits, labels, reduction="sum")
     gradient, = torch.autograd.grad(task, words, retain_graph=True)
-    step = adversarial_noise(gradient, mask, size)
+    step = size * F.normalize(gradient, dim=2) * inputs["attention_mask"][:, :, None]
     hook = layer.register_forward_hook(lambda layer, ids, x: x + step)
     z_adv = classify_with_features(model, inputs)[1]
     hook.remove()
@@ -190,12 +157,12 @@ def detect(model, data, args):
     result of ood_metrics}}; {} without --ood. data: {"train", "dev", "unseen": tokenised rows}."""
     if not args.ood:
         return {}
-    _, train = classifier.forward_rows(model, data["train"], classify_with_features)
     labels = torch.tensor([label for _, label in data["train"]])
-    outputs = (classifier.forward_rows(model, rows, classify_with_features)
-               for rows in (data["dev"], data["unseen"]))
-    known, unseen = (detector_scores(*found, train, labels) for found in outputs)
-    found = {name: ood_metrics(known[name].numpy(), unseen[name].numpy()) for name in known}
+    outputs = {name: classifier.forward_rows(model, rows, classify_with_features)
+               for name, rows in data.items()}
+    _, train = outputs["train"]
+    known, unseen = (detector_scores(*outputs[name], train, labels) for name in ("dev", "unseen"))
+    found = {name: ood_metrics(known[name], unseen[name]) for name in known}
     for name, metrics in found.items():
         log("ood", f"{name}: {describe_scores(metrics)}")
     return {"ood": found}
@@ -207,39 +174,27 @@ def detector_scores(logits, z, train, labels):
     logits, z       (n, C) logits and (n, H) features of the texts
     train, labels   (N, H) features of the training texts, and their classes (N,)
     """
-    return {"maximum softmax": logits.double().softmax(1).amax(1),
-            "local outlier factor": local_outlier_factor(train, z),
-            "Mahalanobis": mahalanobis(train, labels, z)}
-
-
-def local_outlier_factor(train, x, neighbours=20):
-    """Return −LOF (n,) float64, the negative local outlier factor, of features x (n, H). LOF compares the
-    density around a vector with the density around its nearest training vectors (20 in the released code)."""
     from sklearn.neighbors import LocalOutlierFactor
 
-    train, x = train.double().numpy(), x.double().numpy()
-    detector = LocalOutlierFactor(n_neighbors=min(neighbours, len(train) - 1), novelty=True).fit(train)
-    return torch.from_numpy(detector.score_samples(x))
+    # compares the density around z with the density around its nearest training texts (20: released code)
+    factor = LocalOutlierFactor(n_neighbors=min(20, len(train) - 1), novelty=True).fit(train.double().numpy())
+    return {"maximum softmax": logits.double().softmax(1).amax(1).numpy(),
+            "local outlier factor": factor.score_samples(z.double().numpy()),
+            "Mahalanobis": mahalanobis(train.double().numpy(), labels.numpy(), z.double().numpy())}
 
 
 def mahalanobis(train, labels, x):
-    """Return (n,) float64 −(z − μ)ᵀ Σ⁺ (z − μ) for each row z of x (n, H), where μ is the nearest class mean.
+    """Return (n,) −(z − μ)ᵀ Σ⁺ (z − μ) for each row z of x (n, H), where μ is the nearest class mean.
 
-    train, labels   (N, H) training features of any float type, and the class of each, (N,) integers
+    train, labels   (N, H) training features, and the class of each, (N,) integers
     source          Lee et al. 2018: Σ = 1/N Σ_i (z_i − μ_i)(z_i − μ_i)ᵀ over all classes, where μ_i is the
                     mean of the class of z_i; Σ⁺ is its pseudo-inverse
     """
-    train = train.double()
-    _, group = labels.unique(return_inverse=True)
-    sums = train.new_zeros(int(group.max()) + 1, train.shape[1]).index_add(0, group, train)
-    means = sums / group.bincount()[:, None]
-    centred = train - means[group]
-    variances, directions = torch.linalg.eigh(centred.T @ centred / len(train))
-    # a variance below the rounding error of float32 features counts as 0
-    real = variances > torch.finfo(torch.float32).eps * variances.max()
-    whitening = directions[:, real] / variances[real].sqrt()   # makes the distance Euclidean
-    whitened, centres = ((z - means[0]) @ whitening for z in (x.double(), means))
-    return -torch.cdist(whitened, centres).amin(1).square()
+    classes, group = np.unique(labels, return_inverse=True)
+    means = np.stack([train[labels == label].mean(0) for label in classes])
+    apart, rounding = train - means[group], np.finfo(np.float32).eps           # features are float32
+    inverse = np.linalg.pinv(apart.T @ apart / len(train), rcond=rounding, hermitian=True)
+    return -np.min([((x - mean) @ inverse * (x - mean)).sum(1) for mean in means], axis=0)
 
 
 def ood_metrics(known, unseen):
@@ -279,7 +234,7 @@ def main(argv=None):
     epoch = steps_per_epoch(len(data["train"]), args.batch_size)
     first_stage = args.ood_epochs * epoch                      # number of steps
     total = first_stage + (args.steps or args.epochs * epoch)
-    warmup = math.ceil(args.warmup_ratio * total)
+    warmup = math.ceil(total / 10)
     args.eval_every = args.eval_every or epoch
     optimizer = torch.optim.AdamW(decay_groups(model, args.weight_decay), args.lr)
     run.begin(model, optimizer, total)

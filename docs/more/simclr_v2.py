@@ -20,7 +20,6 @@ with 10 % (--label-fraction 0.1 --epochs 30). This script never mixes true label
 import functools
 import os
 import sys
-from unicodedata import normalize
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from torch import nn
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from kernels import check_rows, checks, own_rows
 from kernels.training.errors import command, fail, log
-from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, image_flags, ratio
+from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, image_flags
 from kernels.training.images import encoders
 from kernels.training.images.dataset import ImageDataset
 from kernels.training.images.evaluation import average_batch_statistics
@@ -54,8 +53,6 @@ def make_parser():
         lr=(None, "0.005 (paper), or 0.1 with --teacher; it is always multiplied by √(batch size)"),
         weight_decay=(None, "0, or 1e-4 with --teacher (paper)"),
         temperature=(1.0, "1 (released notebook); only used with --teacher"))
-    add("--crop", group="data", type=ratio, default=0.08,
-        help="smallest area of a crop, as a fraction of the image; default 0.08 (paper)")
     add("--label-fraction", group="data", type=at_least(1e-9, most=1), default=1.0,
         help="fraction of the images of each class that fine-tuning uses; default 1")
     add("--from-layer", group="model", type=at_least(0, int),
@@ -75,13 +72,10 @@ def make_parser():
 def load_data(path, args):
     """Load the images, keep --label-fraction of them, and set the defaults of flags not given."""
     fill_defaults(args, DISTILL if args.teacher else FINETUNE)
-    if args.teacher and args.label_fraction < 1:
-        fail(f"--label-fraction {args.label_fraction}: --teacher needs no labels; leave out one of the two")
     images = ImageDataset(args, CROPS)
     if not args.teacher:
         if images.train.labels is None:
-            fail(f"{path} has no labels, but fine-tuning needs them; expected data as for simclr.py "
-                 "--supervised")
+            fail(f"{path} has no labels, but fine-tuning needs them")
         subsample(images, args.label_fraction)
         check_batch_size(len(images), path, args.batch_size, "images")
     log("simclr_v2", f"{'distillation' if args.teacher else 'fine-tuning'}: {images.describe()}")
@@ -184,7 +178,7 @@ def compute_loss(model, batch, rows, args):
 def accuracy(model, images):
     """Return the percentage of test images that the model labels correctly. The classes of model and images
     are matched by name. Images of a class that the model does not know count as errors."""
-    numbers = {normalize("NFC", name): i for i, name in model.encoder.config.id2label.items()}
+    numbers = {name: i for i, name in model.encoder.config.id2label.items()}
     labels = torch.tensor([numbers.get(name, -1) for name in images.classes])[images.test.labels]
     model.eval()
     predicted = model.head(images.encode_split(images.test, model)).argmax(1).cpu()
@@ -233,7 +227,7 @@ def main(argv=None):
     lr = args.lr * args.batch_size ** 0.5
     optimizer = classifier_optimizer(model, lr, args)
     run.begin(model, optimizer, total, warmup)
-    images.start_training_views(run, total, args.crop, 1)
+    images.start_training_views(run, total, CROPS.min_area, 1)
     model.train()
     for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, lr))

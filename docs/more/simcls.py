@@ -21,8 +21,8 @@ the chosen candidates. Without scores, it keeps the checkpoint that chooses the 
 Published ROUGE-1, ROUGE-2, ROUGE-L of the chosen summaries, with 16 candidates per text: 46.67, 22.15, 43.54
 on CNN/DailyMail (first command); 47.61, 24.57, 39.44 on XSum (second command). The script computes no ROUGE.
 
---form code follows the released code in this point:
-    L    mean instead of the first sum; in the second, mean over pairs with equal j − i, then sum over j − i
+--form code is the loss of the released code: the first sum of L becomes a mean, and the second sum becomes a
+mean over pairs with equal j − i, which is then summed over j − i.
 """
 import os
 import re
@@ -34,14 +34,7 @@ import torch.nn.functional as F
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from kernels import check_rows, checks, own_rows
-from kernels.training.data import (
-    NUMBER,
-    SENTENCE_COLUMNS,
-    describe_table,
-    empty_cell,
-    log_first_row,
-    read_table,
-)
+from kernels.training.data import NUMBER, SENTENCE_COLUMNS, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, run_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch
@@ -87,31 +80,30 @@ SCORES = {"scores": "scores rouge rouges candidatescores".split()}             #
 
 def load_data(path, args):
     """Read --data into a Table. Set args.count (number of columns) and the defaults of flags not given."""
-    header, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
+    _, table = read_table(path, empty_cell, roles=ROLES, columns=args.columns)
     args.count = len(next(iter(table))[1])
     fill_defaults(args, SCRATCH if args.model == "scratch" else RELEASED)
     if args.count < 3:
         fail(f"{path}: {args.count} columns, expected text, reference and candidates; see --columns")
     check_batch_size(len(table), path, args.batch_size)
-    log("simcls", f"{args.form}: {describe_table(table, header)}")
+    log("simcls", f"{args.form}: {len(table):,} rows with {args.count - 2} candidates from {table}")
     log_first_row(table)
     return table
 
 
 def load_dev(path, columns=None):
-    """Read a file of --dev. Return [(text, [candidates], [scores] or None)], without the references."""
+    """Read a file of --dev. Return [(text, [candidates], [scores])], without the references. Without the
+    column `scores`, the first candidate of each text has the score 100, and the others have the score 0."""
     header, table = read_table(path, empty_cell, roles=ROLES | SCORES)
     if columns and not header:
         fail(f"{path}: --columns is for --data only; expected the header text, reference, candidate, ...")
     scored, rows = bool(header) and header[-1].split()[0] == "scores", []
     for place, (text, _, *candidates) in table:
-        scores = candidates.pop().split() if scored else None
-        if not candidates:
-            fail(f"{path} {place}: no candidates; expected text, reference, candidates")
-        if scored and (len(scores) != len(candidates) or not all(re.fullmatch(NUMBER, x) for x in scores)):
-            fail(f"{path} {place}: scores {' '.join(scores)[:60]!r}; expected a number for each of the "
-                 f"{len(candidates)} candidates, separated by spaces")
-        rows.append((text, candidates, scores and [*map(float, scores)]))
+        scores = candidates.pop().split() if scored else ["100"] + ["0"] * (len(candidates) - 1)
+        if len(scores) != len(candidates) or not all(re.fullmatch(NUMBER, x) for x in scores):
+            fail(f"{path} {place}: {len(candidates)} candidates and the scores {' '.join(scores)[:60]!r}; "
+                 "expected candidates, and a number for each of them, separated by spaces")
+        rows.append((text, candidates, [*map(float, scores)]))
     return rows
 
 
@@ -170,28 +162,16 @@ def evaluate(model, rows):
     """Choose for each text the candidate with the highest cosine, and measure how good these choices are.
 
     rows      the result of load_dev; texts are not truncated to --max-length
-    returns   {"chosen": mean score of the chosen candidates, "best": mean score of each text's best
-              candidate, "first": percentage of texts whose first candidate is chosen}; without scores only
-              "first"
+    returns   {"chosen": mean score of the chosen candidates, "best": mean score of the best candidates}
     """
     z, places = model.embed([text for row in rows for text in (row[0], *row[1])])
     z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)[places].double()
     start, chosen = 0, []
-    for _, candidates, _ in rows:
+    for _, candidates, scores in rows:
         end = start + 1 + len(candidates)
-        chosen.append(int((z[start + 1 : end] @ z[start]).argmax()))
+        chosen.append(scores[int((z[start + 1 : end] @ z[start]).argmax())])
         start = end
-    found = {"first": 100 * chosen.count(0) / len(rows)}
-    if rows[0][2]:
-        scores = [row[2] for row in rows]
-        found = {"chosen": sum(x[i] for i, x in zip(chosen, scores)) / len(rows),
-                 "best": sum(map(max, scores)) / len(rows)} | found
-    return found
-
-
-def describe(scores):
-    """Format the result of evaluate as text."""
-    return "  ".join(f"{name} {scores[name]:.4g}" for name in ("chosen", "best", "first") if name in scores)
+    return {"chosen": sum(chosen) / len(rows), "best": sum(max(scores) for *_, scores in rows) / len(rows)}
 
 
 # ── main ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,7 +183,8 @@ def main(argv=None):
     if args.evaluate:
         rows = load_dev(args.dev or args.data, args.columns)
         model = build_model(args, Run(args, __file__))
-        return log("dev", f"{describe(evaluate(model, rows))}  {args.dev or args.data}")
+        scores = evaluate(model, rows)
+        return log("dev", f"chosen {scores['chosen']:.4g} of at most {scores['best']:.4g}")
     table, dev = load_data(args.data, args), load_dev(args.dev, args.columns) if args.dev else []
     run = Run(args, __file__)
     model = build_model(args, run)
@@ -213,8 +194,6 @@ def main(argv=None):
     tokens = tokenise_table(table, model, run)
     if dev and run.step == 0:
         run.log_initial_scores(evaluate(model, dev))
-    if dev:
-        log("before", describe(run.extra_state["before"]))
     model.train()
     for step, picked in run.steps(total, len(tokens)):         # picked: row numbers of the global batch
         set_lr(optimizer, args.lr * min(step ** -0.5, step * 10_000 ** -1.5))
@@ -227,12 +206,11 @@ def main(argv=None):
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
             scores = evaluate(model, dev) if dev else {}
-            by = next((name for name in ("chosen", "first") if name in scores), None)
-            if run.should_save(scores, by, f"{scores[by]:.4g}" if by else ""):
+            if run.should_save(scores, "chosen", f"{scores['chosen']:.4g}" if dev else ""):
                 save(model, run)
-    before, after, names = run.extra_state["before"], run.extra_state["saved"], ("chosen", "first")
-    rises = [f"{name} {before[name]:.4g} → {after[name]:.4g}, " for name in names if dev and name in before]
-    run.finish("".join(rises))
+    before, after = run.extra_state["before"], run.extra_state["saved"]
+    run.finish(f"chosen {before['chosen']:.4g} → {after['chosen']:.4g} of at most {after['best']:.4g}, "
+               if dev else "")
     log("load", load_hint(run))
 
 

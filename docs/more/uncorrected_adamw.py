@@ -3,11 +3,8 @@ import torch
 
 
 class UncorrectedAdamW(torch.optim.Optimizer):
-    """AdamW with β1 = 0.9 and β2 = 0.999 and without bias correction, as in the original code of BERT.
-
-    Bias correction, left out here, divides the averages of gradients and squared gradients by 1 − β^step.
-    Weight decay is applied before the update, as in torch.optim.AdamW.
-    """
+    """AdamW with β1 = 0.9 and β2 = 0.999 that does not divide the averages of gradients and squared gradients
+    by 1 − β^step, as in the original code of BERT. Weights decay before the update, as in torch's AdamW."""
 
     def __init__(self, params, lr, eps=1e-8, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, eps=eps, weight_decay=weight_decay))

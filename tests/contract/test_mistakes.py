@@ -81,7 +81,7 @@ MISTAKES = [
     ("childtuning --data a.csv", {"a.csv": "id,text,label\nx1,A,b\nx2,C,d\n"}, "a.csv | x1 | --text-columns"),
     ("selfguided --columns text --data a.jsonl", {"a.jsonl": '{"text": ["A", "B"]}\n'}, "line 1 | texts"),
     ("docs/more/consert --data few.csv", {}, "few.csv | 3 columns, expected 1 (sentences) or 2"),
-    ("docs/more/declutr --data few.txt --max-length 32", {}, "few.txt | 0 of 12 documents | at least 128"),
+    ("docs/more/declutr --data few.txt --max-length 32", {}, "few.txt | 0 long documents | --batch-size"),
     ("docs/more/simcls --columns sent0 sent1", {}, "2 columns, expected text, reference and candidates"),
     ("docs/more/cil --evaluate --model .", {}, "--model . | no heads.safetensors"),
     ("docs/more/simcls --data a.jsonl", {"a.jsonl": '["A", "B", ["C", "D"]]\n["A", "B", ["C"]]\n'},

@@ -62,7 +62,7 @@ RUNS = {
     "docs/more/declutr": (["--model", "scratch", "--data", "articles.txt", *STS, "--max-length", 16], 40, STS,
                           r"(\S+) → (\S+) at", 1),
     "docs/more/simcls": (["--model", "scratch", "--data", "candidates.csv", "--dev", "candidates.csv"], 40,
-                         ["--dev", "candidates.csv"], r"first (\S+) → (\S+),", 10),
+                         ["--dev", "candidates.csv"], r"chosen (\S+) → (\S+) of", 10),
     "docs/more/cil": (["--model", "scratch", "--data", DATA / "relations.jsonl",
                        "--dev", DATA / "relations_dev.jsonl"], 60, ["--data", DATA / "relations_dev.jsonl"],
                       r"auc (\S+) → (\S+),", 10),
@@ -264,7 +264,7 @@ def train_ranks(count, words, folder):
 
 # {script: its flags in test_processes_equal_one}. With these flags only token masks are random. Scripts for
 # images are tested in tests/training/images/test_dataset.py, which replaces their random augmentation.
-POOLED, CIL = ["--pooling", "avg"], ["--mlm-weight", 0, "--classifier-dropout", 0]
+POOLED, CIL = ["--pooling", "avg"], ["--classifier-dropout", 0]
 FINETUNE = ["--data", TOPICS[-1], "--supcon-weight", 0.5, "--rdrop-weight", 0.5]
 OOD = ["--data", TOPICS[-1], "--ood-epochs", 1]
 RANKS = {
@@ -276,7 +276,7 @@ RANKS = {
     "childtuning D": ["--mode", "D", "--fisher-samples", 24, "--fisher-batch-size", 5],
     "docs/more/consert": ["--data", DATA / "nli.csv", "--columns", "sent0", "sent1",
                           "--views", "dropout", "dropout", "--adversarial", 0.5],
-    "docs/more/declutr": ["--data", "letters.txt", "--max-length", 4, "--spans", 2, 3, "--mlm-weight", 0],
+    "docs/more/declutr": ["--data", "letters.txt", "--max-length", 4, "--spans", 2, 3],
     "docs/more/simcls": POOLED,
     "docs/more/cil": CIL, "docs/more/cil code": [*CIL, "--form", "code"],
     "docs/more/finetune": FINETUNE, "docs/more/finetune code": [*FINETUNE, "--form", "code"],
