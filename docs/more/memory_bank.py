@@ -92,7 +92,7 @@ def compute_loss(model, views, rows, args):
     if dist.is_initialized():
         dist.broadcast(drawn, 0)
     q, own = F.normalize(model(views), dim=1), rows[own_rows(len(rows))]
-    with loss_autocast(q, args):       # not moco_loss: it checks the bank's norms, and so waits for the GPU
+    with loss_autocast(q, args):
         mean = queue_loss(q, bank[own], bank[drawn], args.temperature, impl=args.impl)
     update_bank(bank, rows, gather_rows(q.detach(), len(rows)), args.bank_momentum)
     loss = mean * (len(q) / len(rows))

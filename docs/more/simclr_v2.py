@@ -240,7 +240,7 @@ def main(argv=None):
         if run.eval_due:
             evaluate_and_save(model, images, run)
     run.finish(f"top-1 {run.extra_state['saved']['top1']:.2f} %, " if images.test else "")
-    log("load", f'from simclr_v2 import load_classifier; load_classifier("{args.out}")')
+    log("load", f'simclr_v2.load_classifier("{args.out}"), with docs/more on PYTHONPATH')
 
 
 if __name__ == "__main__":
