@@ -69,9 +69,10 @@ def test_a_saved_head_is_trained(tmp_path, bert):
 
 
 def test_duplicates_are_dropped(tmp_path):
-    """9 of 12 rows are distinct. With batches of 4, the third batch of an epoch would have one sentence and
-    no negatives, so it is left out."""
+    """9 of 12 rows are distinct; two of these have the same anchor. With batches of 4, the third batch of an
+    epoch would have one row and no negatives, so it is left out."""
+    rows = [[*SENTENCES[i % 8], *SENTENCES[i]] for i in (*range(9), 2, 3, 4)]
     flags = ["--model", "scratch", "--batch-size", 4, "--neighbours", 3, "--epochs", 2]
-    result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags)
-    assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
+    result = run_text("vascl", tmp_path, rows, *flags)
+    assert "12 rows of 2 columns" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
     assert ["neighbourhood" in step for step in result.steps] == [True] * 4 and np.min(result.losses) > 0

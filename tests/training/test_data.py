@@ -139,15 +139,15 @@ def test_lists_of_positives_and_negatives(tmp_path, capsys):
                     '{"query": "r", "pos": "e", "neg": ["f", "g"]}\n')
     _, table = read_table(path, roles=SENTENCE_COLUMNS)
     assert ["".join(cells) for _, cells in table] == ["qacd", "qbcd", "refg"]
-    path.write_text('{"query": "q", "pos": ["a"], "neg": ["c", "d", "e"]}\n'
-                    '{"query": "r", "pos": ["b"], "neg": ["f"]}\n')
-    with pytest.raises(UserError, match="line 2: 3 texts, expected 5 as in the first row; --negatives N .*"):
+    path.write_text('{"query": "q", "pos": ["a"], "neg": ["c", "d", "e", "x"]}\n'
+                    '{"query": "r", "pos": ["b"], "neg": ["f", "g"]}\n')
+    with pytest.raises(UserError, match="line 2: 4 texts, expected 6 as in the first row; --negatives N .*"):
         read_table(path, roles=SENTENCE_COLUMNS, negatives=None)
-    with pytest.raises(UserError, match="expected 5 as in the first row$"):    # a script without --negatives
+    with pytest.raises(UserError, match="expected 6 as in the first row$"):    # a script without --negatives
         read_table(path, roles=SENTENCE_COLUMNS)
-    _, table = read_table(path, roles=SENTENCE_COLUMNS, negatives=2)
-    assert ["".join(cells) for _, cells in table] == ["qacd", "rbff"]
-    assert "--negatives 2: negatives cut in 1 rows, repeated in 1 rows" in capsys.readouterr().out
+    _, table = read_table(path, roles=SENTENCE_COLUMNS, negatives=3)
+    assert ["".join(cells) for _, cells in table] == ["qacde", "rbfgf"]
+    assert "--negatives 3: negatives cut in 1 rows, repeated in 1 rows" in capsys.readouterr().out
 
 
 # ── what is trained ──
@@ -156,11 +156,12 @@ def test_lists_of_positives_and_negatives(tmp_path, capsys):
 @pytest.mark.parametrize("columns", [1, 2, 5])
 def test_ignore_equal(columns, tmp_path, bert):
     """The keys of an anchor are its positive, and all positives and hard negatives with another meaning. The
-    output shows how the first row is read."""
+    output shows how the first row is read, and the share of equal anchors or, if it is larger, positives."""
     texts = [row[0] for row in NLI[:9]]
     rows = [[texts[(i + column * (i % 4 + 1)) % 9] for column in range(columns)] for i in range(12)]
     for i, row in enumerate(rows):
-        row[1:2] = [texts[(i + 3 * (i % 3)) % 9]][: columns - 1]       # texts 1, 4 and 7 are linked
+        linked = (i + 3 * (i % 3)) % 9 if i % 3 else 0         # links texts 0, 3, 6, also 1, 4, 7 and 2, 5, 8
+        row[1:2] = [texts[linked]][: columns - 1]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--ignore-equal"]
     result = run_text("simcse", tmp_path, rows, *flags)
     z1, *keys = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
@@ -176,3 +177,5 @@ def test_ignore_equal(columns, tmp_path, bert):
     logits = (z1 @ torch.cat(keys or [z1]).T / 0.05).masked_fill(left_out, -torch.inf)
     assert result.losses == [pytest.approx(F.cross_entropy(logits, torch.arange(12)).item(), abs=1e-4)]
     assert result.said["first"].startswith(f'anchor "{texts[0][:37]}')
+    share = "50 % of the sentences" if columns == 1 else "67 % of the positives"
+    assert result.said["equal"].startswith(f"{share} occur more than once; --ignore-equal leaves texts")
