@@ -1,4 +1,4 @@
-"""The losses of kernels and of the ten papers, written out in plain PyTorch.
+"""The losses of kernels and of the papers, and Spearman's correlation, written out in plain PyTorch.
 
 The functions have the names and arguments of the public functions, whose docstrings name the sources. A
 projection head is given by its weights. (N, M) logits are stored, and inputs without gradient are detached.
@@ -269,3 +269,25 @@ def ood_contrastive_loss(z, z_adv, labels, temperature, form):
         a = alike.masked_fill(torch.eye(len(x), dtype=torch.bool), 0) + across
         loss = loss - ((a / a.sum(1, keepdim=True)).log() * same).sum(1) / same.sum(1)
     return loss.mean()
+
+
+def cil_loss(x, a, bags, bag_of, temperature, form):
+    """With form "code", negatives are the sentences at the same place in the other bags."""
+    if form == "paper":
+        negatives, is_used = cosines(x, bags), bag_of[:, None] != torch.arange(len(bags))
+    else:
+        place = torch.stack([(bag_of[:i] == bag).sum() for i, bag in enumerate(bag_of)])
+        negatives = cosines(bags[bag_of], x)
+        is_used = (place[:, None] == place) & (bag_of[:, None] != bag_of)
+    positive = (unit(x, 1e-8) * unit(a, 1e-8)).sum(1, keepdim=True)
+    logits = torch.cat([positive, negatives.masked_fill(~is_used, -torch.inf)], 1) / temperature
+    return cross_entropy(logits, torch.zeros(len(x), dtype=torch.int64))
+
+
+def spearman(x, y):
+    """Return Spearman's rank correlation of two vectors; equal values share their mean rank."""
+    ranks = []
+    for values in (x, y):
+        below, equal = values[:, None] > values, values[:, None] == values
+        ranks.append(below.double().sum(1) + equal.double().sum(1) / 2)
+    return torch.corrcoef(torch.stack(ranks))[0, 1].item()

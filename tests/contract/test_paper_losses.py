@@ -5,6 +5,7 @@ Formulas are those of the papers (form="paper") and of the authors' released cod
 import pytest
 import torch
 
+import cil
 import cline
 import dclr
 import ease
@@ -24,6 +25,7 @@ N = 13
 X, Y, Z, E, P = (numbers(N, 8, seed=seed) for seed in range(5))
 X[3] = 0                                                       # a zero vector has cosine 0
 MANY, MASK = numbers(N, 3, 8, seed=5), numbers(N, 3, seed=6) > 0
+BAG_OF = torch.tensor([2, 0, 1, 3, 1, 2, 1, 0, 3, 3, 2, 0])   # three sentences per bag
 IDS, LABELS = torch.arange(N) * 5 % 9, torch.arange(N) * 3 % 4
 PAPER, CODE = dict(form="paper"), dict(form="code")
 HEAD = dict(first=numbers(16, 8, seed=7), second=numbers(5, 16, seed=8))      # weights of VaSCL's head
@@ -95,6 +97,10 @@ CASES = {
         *cases(dclr.noise_negatives, formulas.noise_negatives, PAPER, CODE,
                z1=X, z2=Y, noise=P[:9], steps=3, step_size=0.1, temperature=0.2),
         *cases(dclr.instance_weights, formulas.instance_weights, {}, f1=E, f2=GUIDE, phi=0.3)],
+    "cil": cases(
+        cil.cil_loss, formulas.cil_loss, PAPER, CODE, CODE | dict(x=X[:4], a=Y[:4], bag_of=BAG_OF[:4]),
+        PAPER | dict(bag_of=BAG_OF * BAG_OF % 4),              # the bags have unequal sizes
+        x=X[:12], a=Y[:12], bags=Z[:4], bag_of=BAG_OF, temperature=0.2),
     "finetune": [
         *cases(finetune.rdrop_loss, formulas.rdrop_loss, PAPER, CODE,
                logits1=X, logits2=Y, labels=LABELS, alpha=0.7),

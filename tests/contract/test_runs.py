@@ -72,10 +72,6 @@ RUNS = {
                               r"kNN (\S+) → (\S+) %", -100),
     "docs/more/simclr_v2": ([*IMAGES[:6], "--from-layer", 0], 4, IMAGES[2:4], r"top-1 ()(\S+) %", 0)}
 
-# {script: flags that its runs with --form need}; moco.py and simcse.py have no --form
-FORMS = {name: "" for name in SCRIPTS if name not in ("moco", "simcse")} | {
-    "childtuning": "--mode D", "selfguided": "--temperature 0.05", "tacl": "--max-length 128"}
-
 
 def test_every_script_is_in_these_tables():
     assert FLAGS.keys() == RUNS.keys() == {*SCRIPTS, *MORE}
@@ -196,15 +192,6 @@ def test_the_linear_probe_is_announced(here):
         (here / "resnet-small" / flags[1].strip("-")).touch()
         printed = train([*flags, "--probe-epochs", len(flags)], here)
         assert f", then {len(flags)} epochs of a linear probe (--probe-epochs), writing out\n" in printed
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_form_code(name, here):
-    """After three steps, --form code has other weights than --form paper."""
-    for form in ("paper", "code"):
-        train(words(f"{name} {FORMS[name]} --form {form} --steps 3 --out {form}"), here)
-    found = weights(here / "paper"), weights(here / "code")
-    assert found[0] and found[1] and found[0] != found[1]
 
 
 def test_copies_need_only_kernels(here):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from formulas import spearman
+from loss_formulas import spearman
 from running import DATA, embed_saved, train
 
 # {name: (bert or family of the model, flags of the run, pooling of the saved folder)}

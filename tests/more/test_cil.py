@@ -12,59 +12,25 @@ import cil
 import cil_bags
 from cil import bag_attention, bag_scores, cil_loss
 from cil_bags import WORD, WordEditor, marked_text, precision_recall, protected
-from formulas import both_impls, check_equal, cosine, randn
+from loss_check import check, numbers
 from running import DATA, SENTENCES, run
 
 FLAGS = ["--model", "scratch", "--data", DATA / "relations.jsonl"]
 both_forms = pytest.mark.parametrize("form", ["paper", "code"])
 
 
-def reference_loss(x, a, bags, bag_of, temperature, form):
-    """Return L_C. With form "code", negatives are the sentences at the same place in the other bags."""
-    def s(u, v):
-        return cosine(u, v) / temperature
-
-    terms, bag_of = [], bag_of.tolist()
-    places = [bag_of[:i].count(bag) for i, bag in enumerate(bag_of)]
-    for i, own in enumerate(bag_of):
-        if form == "paper":
-            negatives = [s(x[i], bags[b]) for b in range(len(bags)) if b != own]
-        else:
-            same_place = (j for j, place in enumerate(places) if place == places[i])
-            negatives = [s(x[j], bags[own]) for j in same_place if bag_of[j] != own]
-        positive = s(x[i], a[i])
-        terms.append(torch.stack([positive, *negatives]).logsumexp(0) - positive)
-    return sum(terms) / len(terms) + 0 * bags.sum()            # so that bags always have a gradient
-
-
-X, A, BAGS = randn(12, 5, 0), randn(12, 5, 1), randn(4, 5, 2)
-BAG_OF = torch.tensor([2, 0, 0, 3, 1, 2, 1, 0, 3, 3, 2, 1])    # three sentences per bag
-
-
-@both_impls
-@both_forms
-def test_loss(form, impl):
-    """Value and gradients are right, also for bags of one sentence. Unequal bags need form "paper"."""
-    inputs = [(X, A, BAGS, BAG_OF), (X[:4], A[:4], BAGS, torch.tensor([1, 3, 0, 2])),
-              (X, A, BAGS, torch.tensor([0, 0, 1, 3, 3, 3] * 2))]
-    for *vectors, bag_of in inputs if form == "paper" else inputs[:2]:
-        check_equal(lambda *z: cil_loss(*z, bag_of, 0.01, form, impl=impl),
-                    lambda *z: reference_loss(*z, bag_of, 0.01, form), *vectors)
-
-
 def test_bag_attention_and_scores():
     """Bag vectors and scores equal their formulas, also if the rows of a bag are not adjacent."""
-    x, bag_of = randn(6, 4, 0), torch.tensor([1, 2, 0, 2, 0, 0])
+    x, bag_of = numbers(6, 4), torch.tensor([1, 2, 0, 2, 0, 0])
 
-    def attend(x, queries):
+    def attend(x, bag_of, queries):
         parts = [(x[bag_of == b], query) for b, query in enumerate(queries)]
         return torch.stack([F.softmax(rows @ query, 0) @ rows for rows, query in parts])
 
-    queries = randn(3, 4, 1)
-    check_equal(lambda x, queries: bag_attention(x, bag_of, queries).square().sum(),
-                lambda x, queries: attend(x, queries).square().sum(), x, queries)
-    weight, bias = randn(5, 4, 1), randn(1, 5, 2)[0]
-    vectors = [attend(x, query.expand(3, -1)) for query in weight]
+    given = dict(x=x, bag_of=bag_of, queries=numbers(3, 4, seed=1))
+    check(bag_attention, attend, given, [torch.float64])
+    weight, bias = numbers(5, 4, seed=1), numbers(5, seed=2)
+    vectors = [attend(x, bag_of, query.expand(3, -1)) for query in weight]
     scores = [F.softmax(bags @ weight.T + bias, 1)[:, r] for r, bags in enumerate(vectors)]
     torch.testing.assert_close(bag_scores(x, bag_of, weight, bias), torch.stack(scores, 1))
 
@@ -100,6 +66,8 @@ def test_loss_of_a_batch(form, tmp_path, monkeypatch):
 
     monkeypatch.setattr("kernels.training.text.mlm.mask_tokens", mask_all)
     model, tokens, bags, args = build(tmp_path, "--form", form)
+    of_other_seed = build(tmp_path, "--form", form, "--seed", 7)[1]
+    assert [copy.tolist() for _, copy in tokens] != [copy.tolist() for _, copy in of_other_seed]
     *_, relations = batch = cil.make_batch(bags[:8], tokens, 1, model, args)
     drawn, *_ = cil.make_batch(bags[:8], [(i, i) for i in range(162)], 1, model, args)
     assert [len({*drawn[i : i + 3]}) for i in range(0, 24, 3)] == [min(3, len(rows)) for _, rows in bags[:8]]
@@ -117,11 +85,6 @@ def test_loss_of_a_batch(form, tmp_path, monkeypatch):
     expected, = torch.autograd.grad(bag_loss, weight)
     loss.backward()
     torch.testing.assert_close(weight.grad, expected, atol=1e-4, rtol=1e-3)
-
-
-def test_the_seed_decides_how_copies_are_edited(tmp_path):
-    copies = [[copy.tolist() for _, copy in build(tmp_path, "--seed", seed)[1]] for seed in (1, 1, 2)]
-    assert copies[0] == copies[1] != copies[2]
 
 
 def test_weight_of_the_contrastive_loss(tmp_path):

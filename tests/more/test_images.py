@@ -64,11 +64,12 @@ def test_accuracy():
 
 
 def test_the_seed_decides_which_labels_are_kept():
-    def kept(seed):
+    def kept(seed, share=0.25):
         train = SimpleNamespace(labels=torch.arange(60) % 3, keep_only=Mock())
-        simclr_v2.subsample(SimpleNamespace(seed=seed, train=train), 0.25)
+        simclr_v2.subsample(SimpleNamespace(seed=seed, train=train), share)
         return train.keep_only.call_args.args[0].tolist()
 
+    assert len(kept(1, 0.01)) == 3                             # at least one image of each class
     assert kept(1) == kept(1) != kept(2) and [row % 3 for row in kept(1)].count(0) == 5
 
 

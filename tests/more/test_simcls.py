@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import simcls
-from formulas import check_equal, randn
+from loss_check import check, numbers
 from running import NLI, ONE_BATCH, embed_saved, run, run_text
 
 ROWS = [[*row, *other] for row, other in zip(NLI[:12], NLI[1:13])]     # text, reference, four candidates
@@ -36,8 +36,8 @@ def reference_ranking_loss(scores, reference, margin, form):
 @pytest.mark.parametrize("form", ["paper", "code"])
 @pytest.mark.parametrize("n, c, margin", [(4, 1, 0.01), (5, 4, 0.5)])
 def test_ranking_loss(form, n, c, margin):
-    check_equal(lambda s, r: simcls.ranking_loss(s, r, margin, form),
-                lambda s, r: reference_ranking_loss(s, r, margin, form), randn(n, c, 0), randn(n, 1, 1)[:, 0])
+    given = dict(scores=numbers(n, c), reference=numbers(n, seed=1), margin=margin, form=form)
+    check(simcls.ranking_loss, reference_ranking_loss, given, [torch.float64])
 
 
 def test_columns_of_the_ranking_loss(tmp_path, bert):
@@ -64,7 +64,7 @@ def test_nearest_candidate_is_chosen(tmp_path):
     scores = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).round(decimals=3)
     rows = [[*row, " ".join(map(str, x.tolist()))] for row, x in zip(ROWS, scores)]
     texts = sorted({text for row in ROWS for text in row})
-    z, places = randn(len(texts), 3, 0), {text: i for i, text in enumerate(texts)}
+    z, places = numbers(len(texts), 3), {text: i for i, text in enumerate(texts)}
     model = SimpleNamespace(embed=lambda texts: (z, [places[text] for text in texts]))
     text, _, *candidates = (z[[places[text] for text in column]] for column in zip(*ROWS))
     at = torch.stack([torch.cosine_similarity(text, x) for x in candidates], 1).argmax(1)

@@ -161,10 +161,16 @@ def test_fisher_pass_and_resume(tmp_path, monkeypatch):
 
 
 def test_nan_gradients_are_skipped(tmp_path, monkeypatch):
-    """The run skips and counts steps with NaN gradients. The optimizer counts only the other steps."""
-    factors = iter([math.nan, 1, math.nan, 1])
-    monkeypatch.setattr(childtuning, "all_reduce_gradients",
-                        lambda model: model.classifier.bias.grad.mul_(next(factors)))
+    """The run skips and counts steps with NaN gradients, and logs the loss of the step before instead of NaN.
+    The optimizer counts only the other steps."""
+    factors, compute_loss = iter([math.nan, 1, math.nan, 1]), childtuning.compute_loss
+
+    def spoil(*given):
+        loss = compute_loss(*given)[0] * next(factors)
+        return loss, {"loss": loss.detach()}
+
+    monkeypatch.setattr(childtuning, "compute_loss", spoil)
     result = run("childtuning", tmp_path / "out", *small_command(tmp_path), "--steps", 4, "--mode", "none")
     assert [step["skipped"] for step in result.steps] == [1, 1, 2, 2]
+    assert math.isnan(result.losses[0]) and result.losses[1] == result.losses[2] > 0
     assert {int(state["step"]) for state in result.state["optimizer"]["state"].values()} == {2}

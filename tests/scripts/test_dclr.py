@@ -1,12 +1,9 @@
 """Test dclr.py: anchors without negatives, the loss in blocks, the guide, the first loss with its noise."""
-import json
-import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertTokenizer
 
 import dclr
 import loss_formulas
@@ -34,18 +31,13 @@ def test_code_form_in_blocks_equals_the_whole_matrix(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def guides(bert, tmp_path_factory):
-    """Return {name: folder} of two guides. "mean" has modules.json with mean pooling, and a vocabulary in
-    another order. "pooler" has no saved settings, but a pooler."""
-    mean = shutil.copytree(bert, tmp_path_factory.mktemp("guides") / "mean")
-    modules = [dict(path="", type="models.Transformer"), dict(path="1_Pooling", type="models.Pooling")]
-    (mean / "modules.json").write_text(json.dumps(modules))
-    (mean / "1_Pooling").mkdir()
-    (mean / "1_Pooling" / "config.json").write_text(json.dumps(dict(pooling_mode="mean")))
-    vocab = AutoTokenizer.from_pretrained(bert).get_vocab()
-    turned = {piece: len(vocab) + 4 - i if i > 4 else i for piece, i in vocab.items()}
-    BertTokenizer(turned, model_max_length=512).save_pretrained(mean)
-    return dict(mean=mean, pooler=bert)
+def guides(bert, folder_of, tmp_path_factory):
+    """Return {name: folder} of two guides. "mean" has saved settings with mean pooling, and another
+    vocabulary. "pooler" has no saved settings, but a pooler."""
+    mean = tmp_path_factory.mktemp("guides")
+    run_text("simcse", mean, SENTENCES[:4], "--model", folder_of("Bert"), "--pooling", "avg",
+             "--max-length", 128, "--batch-size", 4, "--steps", 1, "--lr", 0)
+    return dict(mean=mean / "out", pooler=bert)
 
 
 @pytest.mark.parametrize("name, how", [("pooler", "pooler"), ("mean", "avg")])

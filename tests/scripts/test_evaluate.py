@@ -29,13 +29,10 @@ def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
 
 
 def test_the_mean_over_test_sets(cwd, bert, capsys):
-    """The last line has the mean score over the files of --test, without --dev. The model's folder does not
-    name a pooling, so the flag --pooling is needed."""
+    """The last line has the mean score over the files of --test, without --dev."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
-    files, last_lines = ["one.tsv", few_pairs(Path(), 30)], []
-    for given in (files[:1], files[1:], [*files, "--dev", DATA / "sts.tsv"]):
-        simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--test", *map(str, given)])
-        last_lines.append(capsys.readouterr().out.splitlines()[-1].split())
-    assert last_lines[2][0] == "test" and last_lines[2][-1] == "mean"
-    one, other, both = (float(words[1]) for words in last_lines)
-    assert both == pytest.approx((one + other) / 2, abs=0.006)
+    files = ["one.tsv", str(few_pairs(Path(), 30)), "--dev", str(DATA / "sts.tsv")]
+    simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--test", *files])
+    *_, one, other, mean = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert [words[0] for words in (one, other, mean)] == ["test"] * 3 and mean[2:] == ["mean"]
+    assert float(mean[1]) == pytest.approx((float(one[1]) + float(other[1])) / 2, abs=0.006)

@@ -1,6 +1,5 @@
 """Test moco.py: queue, key encoder, split batch norm, and shuffled keys. The order of operations
 in a step, and several processes, are tested in tests/training/images/test_dataset.py."""
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,8 +11,6 @@ from torch import nn
 import loss_formulas
 import moco
 from running import equal
-
-randn = partial(torch.randn, dtype=torch.float64)
 
 
 def test_enqueue_overwrites_the_oldest_keys():
@@ -41,7 +38,7 @@ def test_update_key_encoder(momentum):
 def test_split_batch_norm():
     """The outputs equal those of one batch norm per split. The running statistics are the mean over these
     batch norms. In eval mode, the layer is an ordinary batch norm."""
-    x, parts = randn(8, 3, 4, 4), [nn.BatchNorm2d(3).double() for _ in range(4)]
+    x, parts = torch.randn(8, 3, 4, 4).double(), [nn.BatchNorm2d(3).double() for _ in range(4)]
     network = nn.Sequential(nn.BatchNorm2d(3).double())
     moco.use_split_batch_norm(network, split_size=2)
     split = network.double()[0]
@@ -63,7 +60,7 @@ def test_keys_are_shuffled_for_encoding_only():
 
 def test_symmetric_uses_each_view_as_query_and_as_key(monkeypatch):
     """The losses of both directions are added. The keys of the first views enter the queue first."""
-    first, second, queue = F.normalize(randn(3, 4, 6), dim=2)
+    first, second, queue = F.normalize(torch.randn(3, 4, 6).double(), dim=2)
     monkeypatch.setattr(moco, "augment", lambda x, _: x)
     images = SimpleNamespace(training_views=iter([torch.cat([first, second])]))
     args = SimpleNamespace(symmetric=True, temperature=0.2, impl="eager", precision="fp32")

@@ -21,22 +21,14 @@ V1, V2 = dict(head_layers=1, temperature=0.07, blur=0), dict(head_layers=2, temp
 DEFAULTS = [
     ("simcse", "--columns 1", dict(batch_size=64, lr=3e-5, epochs=1)),
     ("simcse", "--columns 1 2 3", dict(batch_size=512, lr=5e-5, epochs=3)),
-    ("selfguided", "--columns 1", dict(view_pooling="max")),
-    ("selfguided", "--columns 1 --form code", dict(view_pooling="mean")),
     ("cline", "--columns 1 2 3", dict(
         synonym_rate=0.4, antonym_rate=0.2, batch_size=256, max_length=512, length=30_000, warmup_part=60,
         eps=1e-8)),                                            # warm-up: 500 steps
     ("cline", "--columns 1 2 3 --form code", dict(
         synonym_rate=0.5, antonym_rate=0.5, batch_size=128, max_length=256, length=1_000_000, warmup_part=100,
         eps=1e-6)),                                            # warm-up: 10,000 steps
-    ("ease", "", dict(entity_map="linear", hard_negative_weight=0, equal_entities="mask",
-                      negative_group_size=None, hard_negatives=1)),
-    ("ease", "--form code", dict(entity_map="tanh", hard_negative_weight=1, equal_entities="keep",
-                                 negative_group_size=8)),
+    ("ease", "", dict(hard_negatives=1)),
     ("vascl", "--columns 1", dict(form="code", radius=15)),
-    ("vascl", "--columns 1 --form paper", dict(radius=None, relative_radius=0.25)),
-    ("childtuning", "", dict(fisher_batch_size=1, fisher_clip=0)),
-    ("childtuning", "--form code", dict(fisher_batch_size=16, fisher_clip=1)),
     ("simclr", "", dict(lr=1.0, temperature=0.5, optimizer="lars", blur=0, form="paper")),
     ("simclr", "--recipe paper", dict(
         batch_size=4096, image_size=224, lr=0.3, lr_scaling="linear", weight_decay=1e-6, temperature=0.1,
@@ -75,12 +67,13 @@ def large_files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name, flags, wanted", DEFAULTS)
-def test_defaults_of_flags(name, flags, wanted, large_files):
+def test_defaults_of_flags(name, flags, wanted, large_files, capsys):
     script = importlib.import_module(name)
     has_images = name in ("simclr", "moco", "memory_bank", "simclr_v2")
     data = str(large_files / ("images.npz" if has_images else "texts.tsv"))
     args = script.make_parser().parse_args(["--data", data, *flags.split()])
     script.load_data(data, args)
+    assert ("--epochs 500 (not 1000)" in capsys.readouterr().out) == ("--epochs 500" in flags)
     assert {key: getattr(args, key) for key in wanted} == wanted
 
 
@@ -107,8 +100,10 @@ RUNS = [
     ("childtuning --form code --lr 1e-3", LINEAR, 1,
      [ADAM | dict(weight_decay=0.01, mode="F", reserve_p=0.3), ADAM]),
     ("childtuning --form code --mode none --lr 1e-3", WARM_UP, 1, [ADAM | dict(weight_decay=0.01), ADAM]),
-    ("simclr --lr 0.32 --warmup-epochs 1", WARM_COSINE, None, [dict(trust=0.001, momentum=0.9)]),
-    ("simclr --lr 0.32 --warmup-epochs 0 --lr-scaling sqrt", COSINE, None, [{}]),
+    ("simclr --lr 0.32 --warmup-epochs 1", WARM_COSINE, None,
+     [dict(trust=0.001, momentum=0.9, weight_decay=1e-6)]),
+    ("simclr --lr 0.32 --warmup-epochs 0 --lr-scaling sqrt --optimizer sgd", COSINE, None,
+     [dict(momentum=0.9, weight_decay=1e-6)]),
     ("moco --batch-size 16 --lr 0.32", COSINE, None, [dict(momentum=0.9, nesterov=False, weight_decay=5e-4)]),
     ("moco --batch-size 16 --lr 0.32 --v1", [1] * 6 + [0.1] * 2 + [0.01] * 2, None, [dict(momentum=0.9)])]
 

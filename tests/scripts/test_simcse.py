@@ -1,15 +1,16 @@
-"""Test simcse.py: the first loss, the head and dropout. Lists of negatives and equal texts are tested in
+"""Test simcse.py: the first loss, equal texts, the head and dropout. Lists of negatives are tested in
 tests/training/test_data.py, the masked LM in tests/training/text/test_mlm.py."""
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModel
 
 import loss_formulas
 from families import small_model
 from kernels.training.text.encoders import set_dropout
-from running import NLI, ONE_BATCH, embed_saved, run_text
+from running import NLI, ONE_BATCH, SENTENCES, embed_saved, run_text
 
 
 @pytest.mark.parametrize("columns, flag, value", [
@@ -27,6 +28,34 @@ def test_first_loss_matches_the_formula(columns, flag, value, tmp_path, bert):
     expected = loss_formulas.simcse_loss(z1, z2, z3, **dict(temperature=0.05) | given)
     assert step["loss"] == pytest.approx(expected.item(), abs=1e-4)
     assert ("mlm" in step) == (flag == "--mlm-weight" and value > 0)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_ignore_equal(columns, tmp_path, bert):
+    """The keys of an anchor are its positive, and all positives and hard negatives with another meaning. The
+    output shows how the first row is read, and the share of equal anchors or, if it is larger, positives."""
+    texts = [row[0] for row in NLI[:9]]
+    rows = [[texts[(i + column * (i % 4 + 1)) % 9] for column in range(columns)] for i in range(12)]
+    for i, row in enumerate(rows):
+        linked = (i + 3 * (i % 3)) % 9 if i % 3 else 0         # links texts 0, 3, 6, also 1, 4, 7 and 2, 5, 8
+        row[1:2] = [texts[linked]][: columns - 1]
+    flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--ignore-equal"]
+    result = run_text("simcse", tmp_path, rows, *flags)
+    z1, *keys = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
+    anchors, *others = zip(*rows)
+    others = others or [anchors]
+    linked = torch.eye(9, dtype=torch.bool)                    # texts that occur as anchor and positive
+    linked[[*map(texts.index, anchors)], [*map(texts.index, others[0])]] = True
+    for _ in range(4):                                         # 16 links reach all linked texts
+        linked = (linked | linked.T).float() @ (linked | linked.T).float() > 0
+    keys_of_rows = [texts.index(text) for column in others for text in column]
+    left_out = linked[[*map(texts.index, anchors)]][:, keys_of_rows]
+    left_out[range(12), range(12)] = False
+    logits = (z1 @ torch.cat(keys or [z1]).T / 0.05).masked_fill(left_out, -torch.inf)
+    assert result.losses == [pytest.approx(F.cross_entropy(logits, torch.arange(12)).item(), abs=1e-4)]
+    assert result.said["first"].startswith(f'anchor "{texts[0][:37]}')
+    share = "50 % of the sentences" if columns == 1 else "67 % of the positives"
+    assert result.said["equal"].startswith(f"{share} occur more than once; --ignore-equal leaves texts")
 
 
 @pytest.mark.parametrize("columns, is_kept", [(1, False), (2, True), (3, True)])
@@ -53,9 +82,11 @@ def test_set_dropout_equals_dropout_in_the_config(family, tmp_path):
     assert encoder.config.to_dict() == config
 
 
-def test_dropout_of_a_run(tmp_path):
-    """The dropout of --model scratch is 0.1 by default. With --dropout 0 the loss differs."""
-    rows, flags = [row[:1] for row in NLI[:12]], [*ONE_BATCH, "--lr", 0, "--model", "scratch"]
-    own, same, none = (run_text("simcse", tmp_path / name, rows, *flags, *more).losses
-                       for name, *more in (["own"], ["same", "--dropout", 0.1], ["none", "--dropout", 0]))
-    assert own == same != none
+@pytest.mark.parametrize("name, flags, p", [
+    ("simcse", [], 0.1), ("simcse", ["--dropout", 0], 0), ("consert", [], 0),
+    ("consert", ["--dropout", 0.3], 0.3)])
+def test_dropout_of_a_run(name, flags, p, tmp_path):
+    """Without --dropout, simcse.py has the model's own dropout, and consert.py none."""
+    flags = ["--model", "scratch", "--batch-size", 4, "--steps", 1, *flags]
+    modules = run_text(name, tmp_path, SENTENCES[:4], *flags).model.modules()
+    assert {part.p for part in modules if isinstance(part, torch.nn.Dropout)} == {p}

@@ -5,15 +5,15 @@ import torch
 
 import loss_formulas
 import vascl
-from formulas import randn
 from kernels.training.loop import batches
+from loss_check import numbers
 from running import NLI, ONE_BATCH, SENTENCES, embed_saved, equal, run_text
 
 
 def test_virtual_augmentation_leaves_everything_else_unchanged():
     """Each row of δ has length Δ. Embeddings and head get no gradient, and the statistics of batch norms do
     not change. The function also works within torch.no_grad()."""
-    e, noise = randn(8, 6, 1).requires_grad_(), randn(8, 6, 2)
+    e, noise = numbers(8, 6).requires_grad_(), numbers(8, 6, seed=2)
     head = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)).double()
     before = [x.clone() for x in head.buffers()]
     with torch.no_grad():
@@ -31,7 +31,7 @@ def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, m
     """Both terms of the first loss, and the head's gradients, equal the formulas on the model's embeddings.
     The model has no dropout, and the batch holds all rows. The length of δ is --radius, or a multiple of the
     spread of the batch. The first direction of δ is Gaussian in the paper, uniform in the code."""
-    noise = randn(12, 32, 20)
+    noise = numbers(12, 32, seed=20)
     if form == "paper":
         monkeypatch.setattr(torch, "randn_like", lambda x: noise.float())
     else:                                                      # vascl.py uses rand_like − 0.5
@@ -69,9 +69,10 @@ def test_a_saved_head_is_trained(tmp_path, bert):
 
 
 def test_duplicates_are_dropped(tmp_path):
-    """9 of 12 rows are distinct. With batches of 4, the third batch of an epoch would have one sentence and
-    no negatives, so it is left out."""
+    """9 of 12 rows are distinct; two of these have the same anchor. With batches of 4, the third batch of an
+    epoch would have one row and no negatives, so it is left out."""
+    rows = [[*SENTENCES[i % 8], *SENTENCES[i]] for i in (*range(9), 2, 3, 4)]
     flags = ["--model", "scratch", "--batch-size", 4, "--neighbours", 3, "--epochs", 2]
-    result = run_text("vascl", tmp_path, SENTENCES[:9] + SENTENCES[2:5], *flags)
-    assert "12 rows of one column" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
+    result = run_text("vascl", tmp_path, rows, *flags)
+    assert "12 rows of 2 columns" in result.said["vascl"] and "9 of them distinct" in result.said["vascl"]
     assert ["neighbourhood" in step for step in result.steps] == [True] * 4 and np.min(result.losses) > 0

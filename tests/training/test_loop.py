@@ -39,8 +39,6 @@ def test_last_batch_with_too_few_rows_is_skipped(rows, least):
     assert sizes == [4] * (rows // 4) + last + [4]             # [4]: first batch of the next epoch
 
 
-
-
 # ── three ranks ──
 
 BUCKETS = 64, 2**25                                            # bytes; 2**25 gives one bucket per dtype

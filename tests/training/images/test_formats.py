@@ -56,13 +56,6 @@ def test_cifar(names, key, tmp_path):
     assert np.array_equal(test.images, PIXELS) and test.labels.tolist() == [0, 1, 256, 3]
 
 
-def test_arrays(tmp_path):
-    arrays = dict(images=PIXELS, labels=np.arange(4), test_images=PIXELS[:2], test_labels=np.array([3, 4]))
-    train, test = read_images(write(tmp_path / "x.npz", arrays))
-    assert np.array_equal(pixels(train), PIXELS) and train.labels.tolist() == [0, 1, 2, 3]
-    assert np.array_equal(pixels(test), PIXELS[:2]) and test.labels.tolist() == [3, 4]
-
-
 def test_folders(tmp_path):
     """The first sub-folder is an image's label, even if the image is in a deeper folder. Files and folders
     whose names begin with a dot are skipped."""

@@ -19,34 +19,20 @@ def photo(width, height, seed=0):
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def views_and_pillows(path, boxes, size, bicubic=False):
-    """Yield (our view, Pillow's view) for each box (left, top, width, height) of an image file."""
-    crops = SimpleNamespace(sample_boxes=lambda *_: np.array(boxes)[:, None])
-    source, cutter = read_images(path.parent, workers=0)[0], Cutter(crops, 0, 1, 1.0, size, bicubic)
-    found = crop_files(source, cutter, 0, np.array([0]))[:, 0].numpy()
-    whole = Image.open(path).convert("RGB")
-    method = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
-    for view, (left, top, width, height) in zip(found, boxes):
-        part = whole.crop((left, top, left + width, top + height))
-        yield view, np.asarray(part.resize((size, size), method))
-
-
 @pytest.mark.parametrize("bicubic", [True, False])
 @pytest.mark.parametrize("name, mode", [("a.png", "RGB"), ("a.png", "P"), ("a.png", "RGBA"), ("a.jpg", "L")])
 def test_crops_equal_pillows(name, mode, bicubic, tmp_path):
     """If an image is decoded at full size, its crops equal Pillow's bit by bit, for small and large boxes."""
     photo(70, 50).convert(mode).save(tmp_path / name)
     boxes = [(0, 0, 70, 50), (3, 5, 40, 31), (69, 49, 1, 1), (10, 0, 9, 50)]
-    for view, pillows in views_and_pillows(tmp_path / name, boxes, 32, bicubic):
-        assert np.array_equal(view, pillows)
-
-
-@pytest.mark.parametrize("boxes", [[(0, 0, 803, 601), (201, 99, 402, 501)], [(7, 9, 130, 140)]])
-def test_jpegs_decoded_at_reduced_size(boxes, tmp_path):
-    """The views are close to those of the image at full size."""
-    photo(803, 601).save(tmp_path / "a.jpg", quality=95)
-    for view, pillows in views_and_pillows(tmp_path / "a.jpg", boxes, 64):
-        assert 0 < np.abs(view - pillows.astype(float)).mean() < 4
+    crops = SimpleNamespace(sample_boxes=lambda *_: np.array(boxes)[:, None])
+    source, cutter = read_images(tmp_path, workers=0)[0], Cutter(crops, 0, 1, 1.0, 32, bicubic)
+    found = crop_files(source, cutter, 0, np.array([0]))[:, 0].numpy()
+    whole = Image.open(tmp_path / name).convert("RGB")
+    method = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
+    for view, (left, top, width, height) in zip(found, boxes, strict=True):
+        part = whole.crop((left, top, left + width, top + height))
+        assert np.array_equal(view, np.asarray(part.resize((32, 32), method)))
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])

@@ -33,7 +33,7 @@ def test_pairs_consist_of_whole_sentences():
     """Without truncation, each sentence of a document is used once, in order. B continues A or comes from
     another document: always if A starts with a document's last sentence, else half of the time. The pairs are
     shuffled."""
-    rng, seen, used = random.Random(0), Counter(), Counter()
+    rng, seen, used, ends = random.Random(0), Counter(), Counter(), []
     documents = numbered_documents([[rng.randint(1, 6) for _ in range(rng.randint(2, 9))] for _ in range(60)])
     sentence_of = {int(token): (d, s) for d, document in enumerate(documents)
                    for s, sentence in enumerate(document) for token in sentence}
@@ -46,7 +46,9 @@ def test_pairs_consist_of_whole_sentences():
         assert start == used[d] and (d != other if is_random else (other, first) == (d, split))
         used[d] = split if is_random else end
         seen[start + 1 == len(documents[d]), is_random] += 1
+        ends += [end == len(documents[other])] * is_random
     assert all(used[d] == len(document) for d, document in enumerate(documents))
+    assert np.mean(ends) > 0.8                                 # few pairs have a small target length
     assert set(seen) == {(True, True), (False, True), (False, False)}
     assert seen[False, True] / (seen[False, True] + seen[False, False]) == pytest.approx(0.5, abs=0.15)
 

@@ -1,5 +1,4 @@
 """Helpers that build a SentenceEncoder from a folder, or save one to a folder, without a run."""
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +17,4 @@ def make_encoder(folder, **flags):
 def save(model, folder):
     """Save a SentenceEncoder to a folder."""
     folder.mkdir(exist_ok=True)
-    args = SimpleNamespace(out=folder, model="m", data="d")
-    checkpoint.save(model, SimpleNamespace(rank=0, out=folder, args=args, script=Path("simcse.py"),
-                                           extra_state=dict(saved={})))
+    checkpoint.save(model, SimpleNamespace(rank=0, out=folder))

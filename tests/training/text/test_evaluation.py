@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-import formulas
+import loss_formulas as formulas
 from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.evaluation import evaluate, load_sts, spearman
 from running import embed_unbatched

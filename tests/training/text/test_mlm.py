@@ -9,6 +9,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import simcse
 from kernels.training.text import tokens
+from kernels.training.text.checkpoint import pooler_weights
 from kernels.training.text.encoders import SentenceEncoder
 from kernels.training.text.mlm import masked_lm_loss, untie_decoder
 from running import NLI, equal
@@ -52,8 +53,9 @@ def test_masked_lm_loss(chosen, draw, becomes, chunks, bert, monkeypatch):
     found = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
     wanted = torch.autograd.grad(expected, weights)
     torch.testing.assert_close(found, [*wanted], atol=1e-4, rtol=1e-3)
-    args = SimpleNamespace(views=["dropout"] * 2, count=2, anchors=1, objective="infonce", temperature=0.05,
-                           hard_negative_weight=0.0, mlm_weight=0.3, impl="auto", precision="fp32",
-                           masked=False)
+    args = SimpleNamespace(count=2, temperature=0.05, hard_negative_weight=0.0, mlm_weight=0.3, impl="auto",
+                           precision="fp32")
     total, values = simcse.compute_loss(model, batch, 4, args)
+    state = torch.get_rng_state()                              # saving adds a new pooler to such a model
+    assert pooler_weights(model, []) and torch.equal(torch.get_rng_state(), state)
     assert total.item() == pytest.approx((values["loss"] + 0.3 * values["mlm"]).item(), abs=1e-4)
