@@ -84,7 +84,7 @@ def load_data(path, args):
     if len(next(iter(table))[1]) > 1:
         fail(f"{path}: several columns, expected one of documents; choose it by --columns")
     fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
-    log("declutr", f"{args.form}: {len(table):,} documents from {table}")
+    log("declutr", f"{args.form}: {len(table):,} documents from {path}")
     return table
 
 
@@ -105,7 +105,7 @@ def long_documents(table, model, args):
         lengths += [len(ids) - 2 for ids in tokenise(part, model.tokenizer, NO_LIMIT)[0]]  # 2: [CLS], [SEP]
     long = [i for i, length in enumerate(lengths) if length >= need]
     log("spans", f"{len(table) - len(long):,} documents left out: they have fewer than {need:,} tokens")
-    check_batch_size(len(long), table, args.batch_size, "long documents")
+    check_batch_size(len(long), table.path, args.batch_size, "long documents")
     return long
 
 

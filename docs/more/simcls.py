@@ -86,7 +86,7 @@ def load_data(path, args):
     if args.count < 3:
         fail(f"{path}: {args.count} columns, expected text, reference and candidates; see --columns")
     check_batch_size(len(table), path, args.batch_size)
-    log("simcls", f"{args.form}: {len(table):,} rows with {args.count - 2} candidates from {table}")
+    log("simcls", f"{args.form}: {len(table):,} rows with {args.count - 2} candidates from {path}")
     log_first_row(table)
     return table
 

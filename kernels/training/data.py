@@ -159,9 +159,6 @@ class Table:
             fail(f"{path}: expected a name that ends in {', '.join(READERS)}")
         self.find_columns(names)
 
-    def __str__(self):
-        return str(self.path)
-
     def __len__(self):
         return self.count
 
@@ -182,7 +179,7 @@ class Table:
             return
         self.width, found = len(first[0]), []
         if self.kind == ".tsv" and any(all(map(is_quoted, column)) for column in zip(*first[1:])):
-            fail(f"{self}: {QUOTED}")
+            fail(f"{self.path}: {QUOTED}")
         if isinstance(first[0], dict):
             self.keys = found = [*first[0]]
         elif self.kind in (".csv", ".tsv"):
@@ -201,7 +198,7 @@ class Table:
             self.header = found or None
             same = [name for name, times in Counter(map(normalise_name, found)).items() if times > 1]
             if same:
-                fail(f"{self}: two columns are called {same[0]!r}, in {join_names(found)}")
+                fail(f"{self.path}: two columns are called {same[0]!r}, in {join_names(found)}")
         if self.roles:
             names = self.header or [role_by_position(i, self.roles) for i in range(self.width)]
             self.cell_roles = [name.split()[0] for name in names]
@@ -220,8 +217,8 @@ class Table:
         for column in self.columns:
             if normalise_name(column) not in index_of:
                 expected = f"one of {join_names(found)}, or " if found else ""
-                fail(f"{self}: no column {column[:40]}; expected {expected}a number from 1 to {self.width} "
-                     "in --columns or --dev-columns")
+                fail(f"{self.path}: no column {column[:40]}; expected {expected}a number from 1 to "
+                     f"{self.width} in --columns or --dev-columns")
         self.indices = [index_of[normalise_name(column)] for column in self.columns]
         self.header = [found[i] if found else f"column {i + 1}" for i in self.indices]
         if self.roles:
@@ -243,7 +240,7 @@ class Table:
         elif missing:
             error = f"no {missing[0]} among columns {join_names(names)}"
         if error:
-            fail(f"{self}: {error}; choose columns by --columns, by name or number, in the order "
+            fail(f"{self.path}: {error}; choose columns by --columns, by name or number, in the order "
                  f"{', '.join(order)}")
         self.indices = sorted(range(len(names)), key=lambda i: order.index(found[i]))
         self.header = [f"{found[i]} {names[i]}" for i in self.indices]
@@ -381,10 +378,10 @@ def join_names(names):
 def describe_table(table, header):
     """Return a text such as "600 rows (anchor sent0, positive sent1, negative hard_neg) from nli.csv"."""
     if header:
-        return f"{len(table):,} rows ({', '.join(header)}) from {table}"
+        return f"{len(table):,} rows ({', '.join(header)}) from {table.path}"
     count = len(next(iter(table))[1])
     columns = "one column" if count == 1 else f"{count} columns"
-    return f"{len(table):,} rows of {columns} (no header) from {table}"
+    return f"{len(table):,} rows of {columns} (no header) from {table.path}"
 
 
 def log_first_row(table):
@@ -405,7 +402,7 @@ def refuse_identifiers(table, columns, flag="--columns"):
     rows = [cells for _, cells in itertools.islice(table, 100)]
     for i in columns:
         if all(re.fullmatch(IDENTIFIER, cells[i].strip()) for cells in rows):
-            fail(f"{table}: column {i + 1} has no texts but numbers or identifiers, such as "
+            fail(f"{table.path}: column {i + 1} has no texts but numbers or identifiers, such as "
                  f"{rows[0][i].strip()[:40]}; choose the columns of texts by {flag}, by name or number")
 
 

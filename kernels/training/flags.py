@@ -108,11 +108,7 @@ METAVARS = {"int": "N", "float": "X"}                          # {type of a valu
 
 
 class Recipe(NamedTuple):
-    """Preset values of flags.
-
-    source   the paper or released code that the values come from
-    flags    {name of a flag: value}
-    """
+    """Preset values of flags, {name of a flag: value}, and their source: a paper or released code."""
     source: str
     flags: dict
 

@@ -30,7 +30,8 @@ def progress(items, name, unit="", **more):
 
 
 class Clock:
-    """Measures the time of a training loop. Evaluations are pauses: they do not count as training time."""
+    """Measures the time of a training loop. Evaluations are pauses: they do not count as training time. Run
+    adds their time to paused_seconds."""
 
     def __init__(self):
         self.start(0)
@@ -42,10 +43,6 @@ class Clock:
     def seconds(self):
         """Return the seconds since start() was called."""
         return time.perf_counter() - self.began
-
-    def count_pause(self, began):
-        """Count the time since `began`, an earlier result of seconds(), as a pause."""
-        self.paused_seconds += self.seconds() - began
 
     def seconds_per_step(self, step):
         """Return the mean time in seconds of the training steps up to `step`, without pauses."""

@@ -159,7 +159,7 @@ class Run:
     def end_step(self, stop):
         """Write the metrics and the state of this step if they are due, and exit if `stop` is true."""
         if self.eval_due:
-            self.clock.count_pause(self.logged_at)
+            self.clock.paused_seconds += self.clock.seconds() - self.logged_at
         if self.eval_due or stop or self.step % (1 + self.total // 40) == 0:
             if not self.eval_due:                              # before an evaluation, log_metrics calls it
                 self.check_finite()

@@ -95,9 +95,10 @@ def find_columns(path, args):
     """Return (table, indices of the text columns, index of the label column) of a file. Store the names of
     these columns in args, so that files read later, such as --dev, must have these columns."""
     asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
-    header, table, has_header = read_table_with_names(path, asked)
-    if not (has_header or args.label_column) and table.kind in (".csv", ".tsv"):
-        header = find_label_header(table, args) or header
+    header, table = read_table(path, names=asked)
+    if not header and not args.label_column and table.kind in (".csv", ".tsv"):
+        header = find_label_header(table, args)
+    header = header or [f"column {i + 1}" for i in range(table.width)]
     names = [normalise_name(name) for name in header]
     usual = next((name for name in ("label", "score") if name in names), names[-1])
     label = normalise_name(args.label_column or usual)
@@ -128,13 +129,6 @@ def find_label_header(table, args):
         are_labels = all(times > 1 or re.fullmatch(NUMBER, label) for label, times in others.items())
     is_label = first in {*others, *(args.labels or ())} or re.fullmatch(NUMBER, first)
     return table.set_header(row) if others and are_labels and not is_label else None
-
-
-def read_table_with_names(path, names):
-    """Return (column names, table, whether the file has a header). data.Table explains `names`. Without a
-    header, the column names are "column 1", "column 2", ..."""
-    header, table = read_table(path, names=names)
-    return header or [f"column {i + 1}" for i in range(len(next(iter(table))[1]))], table, bool(header)
 
 
 def load_model(args, run):
@@ -226,15 +220,10 @@ def forward_rows(model, rows, forward):
     return [torch.cat(parts).cpu()[place] for parts in zip(*found)]
 
 
-def predict(model, rows):
-    """Return the float32 logits (n, number of labels) of the rows."""
-    return forward_rows(model, rows, lambda *x: (classify(*x),))[0]
-
-
 def evaluate(model, rows, args):
     """Score a model on tokenised rows. Return {metric: 100 · score}: accuracy, F1 and Matthews correlation,
     or in regression Spearman and Pearson correlation."""
-    logits = predict(model, rows)
+    logits, = forward_rows(model, rows, lambda *inputs: (classify(*inputs),))
     truth = np.array([label for _, label in rows])
     if args.task == "classification":
         scores = classification_metrics(truth, logits.argmax(1).numpy(), args.labels)
