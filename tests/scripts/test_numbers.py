@@ -103,7 +103,7 @@ RUNS = [
     ("simclr --lr 0.32 --warmup-epochs 1", WARM_COSINE, None,
      [dict(trust=0.001, momentum=0.9, weight_decay=1e-6)]),
     ("simclr --lr 0.32 --warmup-epochs 0 --lr-scaling sqrt --optimizer sgd", COSINE, None,
-     [dict(momentum=0.9, weight_decay=1e-6)]),
+     [dict(momentum=0.9, nesterov=False, weight_decay=1e-6)]),
     ("moco --batch-size 16 --lr 0.32", COSINE, None, [dict(momentum=0.9, nesterov=False, weight_decay=5e-4)]),
     ("moco --batch-size 16 --lr 0.32 --v1", [1] * 6 + [0.1] * 2 + [0.01] * 2, None, [dict(momentum=0.9)])]
 
