@@ -206,7 +206,6 @@ class Table:
     def set_header(self, row, is_unusual=True):
         """Read this row, the first one, as column names. Return the names. is_unusual: see header_note."""
         self.header_row, self.is_unusual = row, is_unusual
-        self.count = self.count and self.count - 1
         return [name.strip() for name in row]
 
     def select_columns(self, found):

@@ -97,10 +97,15 @@ class ImageDataset:
         local = ((step // epoch, rows[own_rows(len(rows))]) for step, rows in order)
         self.training_views = self.views(self.train, local, self.crops._replace(min_area=min_area), count)
 
+    @torch.no_grad()
     def encode_split(self, split, model):
-        """Return features (N, feature_dim) of the centre crops of a split's N images. Each rank encodes a
-        part and receives all results."""
+        """Return features (N, feature_dim) of the centre crops of a split's N images, in eval mode. Each rank
+        encodes a part and receives all results."""
         local = range(len(split))[own_rows(len(split))]
         starts = progress(range(0, len(local), 256), "evaluating", " batches")
         order = ((0, local[i : i + 256]) for i in starts)
-        return gather_rows(model.encode_batches(self.views(split, order)), len(split))
+        training = model.training
+        model.eval()
+        features = [model.features(views) for views in self.views(split, order)]
+        model.train(training)
+        return gather_rows(torch.cat(features), len(split))

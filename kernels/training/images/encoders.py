@@ -103,15 +103,6 @@ class ImageEncoder(nn.Module):
         module = self if self.chunk_size else None
         return embed_in_chunks(lambda x: self.head(self.features(x)).float(), chunks, module)
 
-    @torch.no_grad()
-    def encode_batches(self, batches):
-        """Return the features (N, feature_dim) of batches (n, 3, S, S), computed in eval mode."""
-        training = self.training
-        self.eval()
-        parts = [self.features(x) for x in batches]
-        self.train(training)
-        return torch.cat(parts)
-
 
 HEAD = "head.safetensors"                                      # file next to the encoder's weights
 

@@ -4,7 +4,6 @@ A batch is (epoch, row numbers of images). A Cutter chooses boxes in these image
 The views depend only on the batch and the Cutter, not on the number of workers.
 """
 import functools
-import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -103,8 +102,6 @@ class ImageFiles(ImageSource):
     """
 
     def __init__(self, folder, paths, labels, workers, skip):
-        if importlib.util.find_spec("PIL") is None:
-            fail(f"{folder}: reading image files needs the package Pillow; run pip install Pillow")
         labels = labels and [normalize("NFC", name) for name in labels]
         numbers = {name: number for number, name in enumerate(sorted({*(labels or ())}))}
         labels = torch.tensor([numbers[name] for name in labels]) if labels else None
