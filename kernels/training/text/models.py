@@ -45,6 +45,8 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", **co
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
     if lost:
         fail(f"{source}: {len(lost)} weights, such as {min(lost)}, are missing or do not fit its config.json")
+    if bad := [part for part, weight in model.state_dict().items() if not weight.isfinite().all()]:
+        fail(f"{source}: {bad[0]} contains NaN or infinity; take a model whose training did not diverge")
     return model, tokenizer
 
 
