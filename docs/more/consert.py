@@ -106,7 +106,8 @@ def build_model(args, run):
     """Load the encoder, which needs BERT's module `embeddings`."""
     model = build_encoder(args, run, "avg", None)
     set_dropout(model.encoder, args.dropout, args.model)
-    if not hasattr(model.encoder, "embeddings"):
+    # in XLM, `embeddings` is only the table of word embeddings, without positions
+    if isinstance(getattr(model.encoder, "embeddings", None), (type(None), torch.nn.Embedding)):
         fail(f"--model {args.model}: found {type(model.encoder).__name__}, expected a model like BERT")
     log("model", describe_model(model, args))
     return model.to(run.device)

@@ -72,6 +72,8 @@ def make_parser():
 def load_data(path, args):
     """Load the images, keep --label-fraction of them, and set the defaults of flags not given."""
     fill_defaults(args, DISTILL if args.teacher else FINETUNE)
+    if args.teacher and args.label_fraction < 1:
+        fail("--label-fraction: --teacher trains on all images, without labels; leave out one of the two")
     images = ImageDataset(args, CROPS)
     if not args.teacher:
         if images.train.labels is None:
