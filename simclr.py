@@ -97,6 +97,7 @@ def make_parser():
         help="output dimension of the projection head; default 128 (paper)")
     add("--supervised", action="store_true",
         help="train with the SupCon loss; --recipe supcon also has the settings of SupCon's CIFAR-10 command")
+    parser.add_shared_flags("--ring")
     parser.add_recipes(RECIPES)
     add("--optimizer", group="training", choices=("lars", "sgd"), default="lars",
         help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); default lars (paper)")
@@ -120,6 +121,8 @@ def load_data(path, args):
     fill_defaults(args, dict(colour=0.5, blur=0.0) if images.is_small else dict(colour=1.0, blur=0.5))
     if args.supervised and images.train.labels is None:
         fail(f"--supervised needs labels, but {path} has none; expected sub-folders, or labels in the .npz")
+    if args.supervised and args.ring:
+        fail("--ring does not support --supervised")
     log("simclr", f"{'supervised' if args.supervised else 'unsupervised'}: {images.describe()}")
     return images
 
@@ -183,7 +186,7 @@ def simclr_loss(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=T
     """Return the NT-Xent loss, a mean over 2N views: each view must identify the other view of its image.
 
     z1, z2        (N, D) projections of the first views and of the second views, any float type
-    gathered      (z1, z2) of all ranks, (M, D) each, with gradient; None: there is one process
+    gathered      (z1, z2) of all ranks, (M, D) each, with gradient, or RingRows; None: there is one process
     offset        index in `gathered` of this rank's first row
     normalize     True: similarities are cosines; False: they are dot products of the given projections
     returns       scalar, float32 (float64 for float64 input); 0 for one image; half the released code's value

@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from kernels import check_rows, checks, own_rows, similarity_lse
+from kernels import RingRows, check_rows, checks, own_rows, similarity_lse
 from kernels.training.data import SENTENCE_COLUMNS, describe_table, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, text_flags
@@ -76,6 +76,7 @@ def make_parser():
         help="weight of the masked-LM loss; 0: off; default 0 (paper; its variant with this loss has 0.1)")
     add("--dropout", type=at_least(0, most=0.999), group="model",
         help="dropout probability of the encoder in training; default the model's own, 0.1 for BERT (paper)")
+    parser.add_shared_flags("--ring")
     return parser
 
 
@@ -125,8 +126,8 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     """Return the mean loss of N anchors. Embeddings have one float type and any norm; they are normalised.
 
     z1                    (N, D) anchors; a zero vector has cosine 0 with every vector
-    z2                    (M, D) positives of the anchors of all ranks; row offset + i belongs to anchor i
-    z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2; None: no hard negatives
+    z2                    (M, D) positives of all ranks' anchors, or RingRows; row offset + i is that of z1_i
+    z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2, or RingRows; None: none
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
     offset                row of z2, z3 and ids that belongs to this rank's first anchor
     ids                   (M, 1 + n) integers that identify the texts in z2 and z3. Negatives with the id of
@@ -135,8 +136,8 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     source                Gao et al. 2021, the unsupervised and the supervised objective
     """
     z3 = z3[:, None] if z3 is not None and z3.ndim == 2 else z3
-    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D"), z3=(z3, "M n D", None), ids=(ids, "M t", int, None),
-               t=1 if z3 is None else 1 + z3.shape[1])
+    check_rows(offset, z1=(z1, "N D"), z2=(z2, "M D", RingRows), z3=(z3, "M n D", RingRows, None),
+               ids=(ids, "M t", int, None), t=1 if z3 is None else 1 + z3.shape[1])
     checks.check_same_dtype(z1=z1, z2=z2, z3=z3)
     checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
     hard = [] if z3 is None else [unit_rows(z) for z in z3.unbind(1)]
@@ -160,11 +161,12 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
 def compute_loss(model, batch, rows, args, ids=None):
     """Return this rank's part of the loss of a global batch of `rows` rows, and the values to log. batch:
     this rank's texts, from model.batch. ids: as in simcse_loss; None without --ignore-equal."""
-    z1, *keys = model(batch).chunk(args.count)                 # keys: positives, then hard negatives
-    z2, *hard = [gather_keys(z, rows, args) for z in keys]
+    z1, z2, *hard = model(batch).chunk(args.count)
+    z2 = gather_keys(z2, rows, args)
+    z3 = gather_keys(torch.stack(hard, 1), rows, args) if hard else None
     with loss_autocast(z1, args):
-        loss = simcse_loss(z1, z2, torch.stack(hard, 1) if hard else None, args.temperature,
-                           args.hard_negative_weight, offset=own_rows(rows).start, ids=ids, impl=args.impl)
+        loss = simcse_loss(z1, z2, z3, args.temperature, args.hard_negative_weight,
+                           offset=own_rows(rows).start, ids=ids, impl=args.impl)
     loss = loss * (len(z1) / rows)
     values = {"loss": loss.detach()}
     if model.lm is not None:

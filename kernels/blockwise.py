@@ -107,10 +107,10 @@ def add_stats(stats, s, axis):
     merge_stats(stats, maximum, s.sub_(maximum.unsqueeze(axis)).exp_().sum(axis))
 
 
-def merge_stats(stats, maximum, total):
+def merge_stats(stats, maximum, total, exp=torch.exp):
     """Update the statistics by the maximum of new logits and the sum of their exp(logit − maximum)."""
     new = torch.maximum(stats[0], maximum)
-    stats[1] = stats[1] * (stats[0] - new).exp() + total * (maximum - new).exp()
+    stats[1] = stats[1] * exp(stats[0] - new) + total * exp(maximum - new)
     stats[0] = new
 
 
@@ -225,13 +225,14 @@ def similarity_lse(call):
     return stats[0] + stats[1].log(), stats
 
 
-def similarity_lse_backward(call, grad, stats, needs):
+def similarity_lse_backward(call, grad, stats, needs, sums=None):
     """Return (dq, dk, dτ), where grad (N,) is the upstream gradient of the log-sum-exp.
 
     dq and dk have no rows, and dτ is None, if they are not needed. For k=None, dq is the whole gradient.
+    sums  (dq, dk) of earlier blocks of keys, to which this function adds; None: zeros
     """
     triangle, (q, k) = call.k is None, rows_of(call)
-    dq, dk = zeros_if(needs[0] or needs[2], q), zeros_if(needs[1] and not triangle, k)
+    dq, dk = sums or (zeros_if(needs[0] or needs[2], q), zeros_if(needs[1] and not triangle, k))
     strips, g = logit_strips(q, k, call.temperature, call.mask, triangle), grad / call.temperature
     if triangle:
         add_two_sided_gradients(dq, dq, q, k, strips, stats, stats, g, g, True)
@@ -320,12 +321,14 @@ def sigmoid_loss(call, bias, needs):
     """Return (loss, dq, dk, dτ, db). Unneeded gradients: as in similarity_lse_backward; db is then None.
 
     The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)). y_ij is 1 for positive pairs, which the mask
-    excludes, and −1 for other pairs. A pair's gradient needs no other logit: each strip is computed once.
+    excludes, and −1 for other pairs; if the mask excludes nothing, there are no positives. A pair's gradient
+    needs no other logit: each strip is computed once.
     """
     (q, k), temperature = rows_of(call), call.temperature
     n = len(q)
     dq, dk = zeros_if(needs[0] or needs[2], q), zeros_if(needs[1], k)
-    positive, sums = q.new_empty(n), q.new_empty(2, n)       # Σ_j softplus(s_ij), Σ_j σ(s_ij)
+    # logits of the positives (∞: no positive, whose terms are 0); Σ_j softplus(s_ij) and Σ_j σ(s_ij)
+    positive, sums = q.new_full((n,), torch.inf), q.new_empty(2, n)
     for rows, columns, s in logit_strips(q, k, temperature, call.mask, positive=positive):
         s += bias
         sums[0, rows] = F.softplus(s, threshold=40).sum(1)   # above 40, softplus(s) equals s even in float64
@@ -334,8 +337,9 @@ def sigmoid_loss(call, bias, needs):
     positive += bias
     of_positive = positive.neg().sigmoid()
     loss = (sums[0] - F.logsigmoid(positive)).sum() / n
-    targets = positive_columns(call.mask, n, len(k), q.device)
-    subtract_positives(dq, dk, q, k, targets, of_positive / n / temperature)
+    if call.mask.exclude != "none":
+        targets = positive_columns(call.mask, n, len(k), q.device)
+        subtract_positives(dq, dk, q, k, targets, of_positive / n / temperature)
     db = (sums[1] - of_positive).sum() / n if needs[3] else None
     return loss, dq, dk, gradient_of_temperature(call, q, dq, needs), db
 

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import blockwise, eager, fused
+from . import blockwise, eager, fused, ring
 from .checks import IMPLS, check_choice, check_flag, check_inputs, check_integer, describe
 from .eager import cast
 from .masks import Mask, make_mask
+from .ring import RingRows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # up to this many logits (N·M) "auto" selects "eager". On a GPU starting kernels then takes longer than their
@@ -30,6 +31,7 @@ class Call(NamedTuple):
     mask: Mask
     impl: str            # "triton", "blockwise" or "eager"
     product_dtype: Any   # dtype to which q and k are cast before q·kᵀ: autocast's dtype or the dtype of q
+    ring: Any = None     # RingRows, if the keys are those of all processes; k are then this process's own
 
     @property
     def keys(self):
@@ -56,6 +58,8 @@ class Call(NamedTuple):
     @property
     def ops(self):
         """The module with differentiable functions of this call."""
+        if self.ring:
+            return ring
         return eager if self.impl == "eager" else fused
 
     @property
@@ -68,7 +72,7 @@ class Call(NamedTuple):
 
 
 def prepare(q, k, temperature, mask, *, positives=False, names=("q", "k"), normalize=False, impl="auto",
-            columns=None):
+            columns=None, others=()):
     """Return the Call for the arguments of a public function; raise ValueError for an invalid argument.
 
     k          None: the keys are the rows of q. With positives=True, None is invalid
@@ -76,9 +80,10 @@ def prepare(q, k, temperature, mask, *, positives=False, names=("q", "k"), norma
     positives  True: the positive of query i is key i + offset, which must exist
     names      names of q and k in error messages
     columns    number of columns of the logits; None: the number of keys
+    others     (RingRows,) if k may be an object of this class
     """
     check_inputs(q, q if k is None and not positives else k, names, temperature,
-                 mask.offset if positives and mask.exclude == "diagonal" else None)
+                 mask.offset if positives and mask.exclude == "diagonal" else None, others)
     return make_call(q, k, temperature, mask, normalize, impl, columns)
 
 
@@ -88,19 +93,21 @@ def make_call(q, k, temperature, mask, normalize, impl, columns=None):
     for x in mask:
         if isinstance(x, Tensor) and x.device != q.device:
             raise ValueError(f"exclude, within, similar: found a tensor on {x.device}, expected {q.device}")
-    self_similarity = k is None
-    k, product_dtype = q if self_similarity else k, q.dtype
+    self_similarity, of_all = k is None, k if isinstance(k, RingRows) else None
+    k, product_dtype = q if self_similarity else of_all.own if of_all else k, q.dtype
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         product_dtype = torch.get_autocast_dtype(q.device.type)
         # cast half-precision rows to float32, so that gradients are float32; a half k without gradient stays
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
-    impl = choose_impl(impl, q, len(q), columns or len(k))
+    impl = choose_impl(impl, q, *() if of_all else (len(q), columns or len(k)))
+    if of_all and impl == "eager":
+        raise ValueError("impl: found 'eager', which needs all keys; with ring_rows expected another one")
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)
     if normalize:
         q, k = unit_rows(q), k if self_similarity else unit_rows(k)
     if self_similarity:
         k = None if mask.is_symmetric else q
-    return Call(q, k, as_scalar(temperature, accumulation_dtype), mask, impl, product_dtype)
+    return Call(q, k, as_scalar(temperature, accumulation_dtype), mask, impl, product_dtype, of_all)
 
 
 def choose_impl(impl, x, n=None, m=None):
@@ -178,7 +185,9 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     source       van den Oord et al. 2018, eq. 4
     """
     keys = q if k is None else k
-    check_inputs(q, keys, ("q", "k"), temperature)
+    check_inputs(q, keys, ("q", "k"), temperature, others=(RingRows,))
+    if isinstance(k, RingRows) and similar is not None:
+        raise ValueError("similar: not supported with ring_rows; gather the keys with gather_rows")
     mask = make_mask(len(q), len(keys), k is None, exclude, within, similar, offset)
     call = make_call(q, k, temperature, mask, normalize, impl)
     return call.ops.similarity_lse(call)

@@ -20,7 +20,8 @@ def check_rows(offset=0, /, **named):
 
     named    name=(tensor, dimensions, kinds...) for each tensor, letter=size for each known size. dimensions
              has one letter per dimension: equal letters mean equal sizes, and a capital letter a size ≥ 1.
-             kinds are the allowed types: bool, int or float (the default), and None if the tensor may be None
+             kinds are the allowed types: bool, int or float (the default), None if the tensor may be None,
+             and a class (RingRows) if an object of this class may take the place of the tensor
     offset   this rank's first row: row i of (N, ...) belongs to row offset + i of (M, ...), so M ≥ N + offset
     """
     sizes = {letter: size for letter, size in named.items() if not isinstance(size, tuple)}
@@ -29,12 +30,13 @@ def check_rows(offset=0, /, **named):
         if not isinstance(what, tuple) or what[0] is None and None in what[2:]:
             continue
         x, letters, *kinds = what
-        letters, kinds = letters.split(), [kind for kind in kinds if kind] or [float]
-        if not isinstance(x, Tensor):
+        letters, others = letters.split(), [kind for kind in kinds if kind and kind not in DTYPES]
+        kinds = [kind for kind in kinds if kind in DTYPES] or [float]
+        if not isinstance(x, (Tensor, *others)):
             raise ValueError(f"{name}: found {describe(x)}, expected a tensor {shape_text(letters, sizes)}")
         found = dict(zip(letters, x.shape))
         is_empty = 0 in x.shape and any(letter.isupper() and not size for letter, size in found.items())
-        if x.dim() != len(letters) or is_empty or found | sizes != sizes | found:
+        if x.ndim != len(letters) or is_empty or found | sizes != sizes | found:
             expected = shape_text(letters, sizes) + (", not empty" if is_empty else "")
             raise ValueError(f"{name}: found {tuple(x.shape)}, expected {expected}")
         if not any(x.dtype in DTYPES[kind][0] for kind in kinds):
@@ -54,12 +56,13 @@ def shape_text(letters, sizes):
     return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
-def check_inputs(q, k, names, temperature=1.0, offset=None):
+def check_inputs(q, k, names, temperature=1.0, offset=None, others=()):
     """Raise ValueError unless q (N, D), k (K, D) and the temperature τ are valid for the logits q·kᵀ/τ.
 
+    others    classes whose objects may take the place of k
     offset    None, or the index of this rank's first row: key i + offset must exist for each query i
     """
-    check_rows(**{names[0]: (q, "N D"), names[1]: (k, "K D")})
+    check_rows(**{names[0]: (q, "N D"), names[1]: (k, "K D", *others)})
     if k.dtype != q.dtype:
         device_type = q.device.type                            # half: dtype to which autocast casts float32
         half = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)

@@ -59,26 +59,30 @@ class TwoPasses(torch.autograd.Function):
     q, k, temperature  inputs, passed only to register them with autograd; call has these tensors
     forward            function (call) → (result, tensors for backward...)
     backward           function (call, upstream gradient, tensors..., needs) → gradients of q, k, temperature
+                       and, if given, bias
+    bias               no input, or one that forward and backward know already, as with q
     """
 
     @staticmethod
     @outside_autocast
-    def forward(ctx, q, k, temperature, call, forward, backward):
+    def forward(ctx, q, k, temperature, call, forward, backward, *bias):
         result, *tensors = forward(call)
         # autograd raises an error if one of these tensors is changed in place before backward
         vectors = [x for x in call.mask if isinstance(x, torch.Tensor)]
-        ctx.save_for_backward(q, k, temperature, *tensors, *vectors)
-        ctx.call, ctx.differentiate, ctx.count = call._replace(q=None, k=None), backward, 3 + len(tensors)
+        ctx.save_for_backward(*tensors, q, k, temperature, *bias, *vectors)
+        ctx.call, ctx.differentiate, ctx.count = call._replace(q=None, k=None), backward, len(tensors)
         return result
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        q, k, temperature, *tensors = ctx.saved_tensors[:ctx.count]
-        call, needs = ctx.call._replace(q=q, k=k), ctx.needs_input_grad[:3]
+        tensors, inputs = ctx.saved_tensors[:ctx.count], ctx.saved_tensors[ctx.count:]
+        call, needs = ctx.call._replace(q=inputs[0], k=inputs[1]), ctx.needs_input_grad
+        needs = *needs[:3], *needs[6:]
         gradients = ctx.differentiate(call, grad, *tensors, needs)
-        return *(gradient.to(x.dtype) if needed else None
-                 for needed, gradient, x in zip(needs, gradients, (q, k, temperature))), None, None, None
+        gradients = [gradient.to(x.dtype) if needed else None
+                     for needed, gradient, x in zip(needs, gradients, inputs)]
+        return *gradients[:3], None, None, None, *gradients[3:]
 
 
 class GradientInForward(torch.autograd.Function):

@@ -67,11 +67,22 @@ def gather_rows(x, rows, *, group=None, dtype=None):
     raises   ValueError if n is not the length of this rank's slice. Ranks do not compare their n: if only one
              rank raises, the others wait until torchrun or the time limit of the process group ends them
     """
+    if dtype not in (None, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype: found {describe(dtype)}, expected torch.float16, torch.bfloat16 or None")
+    shares, rank = check_share(x, rows, group)
+    if len(shares) == 1:
+        return x
+    sent = dtype if dtype and x.is_floating_point() else x.dtype
+    sent = torch.int32 if sent == torch.int16 else sent
+    return GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, sent)
+
+
+def check_share(x, rows, group):
+    """Return (the slice of rows of each process of the group, rank of this process); raise ValueError if x is
+    not a tensor with this process's rows."""
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x: found {found}, expected a tensor of this process's rows, (n, ...)")
-    if dtype not in (None, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype: found {describe(dtype)}, expected torch.float16, torch.bfloat16 or None")
     rank, world = rank_and_world(group)
     shares = [own_rows(rows, rank, world) for rank in range(world)]
     own = shares[rank]
@@ -82,11 +93,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
         found = f"{describe(rows)}, of which rank {rank} of {world} has {describe(own.stop - own.start)}"
         expected = "the number of rows of all processes of the group, split by own_rows(rows)"
         raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
-    if world == 1:
-        return x
-    sent = dtype if dtype and x.is_floating_point() else x.dtype
-    sent = torch.int32 if sent == torch.int16 else sent
-    return GatherRows.apply(x, [share.stop - share.start for share in shares], rank, group, sent)
+    return shares, rank
 
 
 class GatherRows(torch.autograd.Function):

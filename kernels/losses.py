@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from . import checks
 from .call import as_scalar, prepare, unit_rows
-from .gather import cat_rows
 from .masks import Mask
+from .ring import RingRows, cat_views
 
 
 def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0, normalize=False,
@@ -50,7 +50,7 @@ def mean_cross_entropy(q, k, temperature, symmetric, gathered, offset, normalize
     losses = []
     for x, y, side_names in sides:
         call = prepare(x, y, temperature, Mask("diagonal", offset=offset), positives=True, names=side_names,
-                       normalize=normalize, impl=impl)
+                       normalize=normalize, impl=impl, others=(RingRows,))
         if symmetric and len(q) != len(k):
             raise ValueError(f"{names[1]}: {len(k)} rows, expected {len(q)} like {names[0]}")
         losses.append(call.ops.softmax_loss(call, both))
@@ -104,7 +104,7 @@ def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False
     source       Zhai et al. 2023 (SigLIP), eq. 1 and algorithm 1; Gutmann and Hyvärinen 2010 (NCE), eq. 3
     """
     call = prepare(q, k, temperature, Mask("diagonal", offset=offset), positives=True, normalize=normalize,
-                   impl=impl)
+                   impl=impl, others=(RingRows,))
     checks.check_number("bias", bias, device=call.q.device)
     return call.ops.sigmoid_loss(call, as_scalar(bias, call.temperature.dtype))
 
@@ -129,12 +129,12 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
     else:
         all_z1, all_z2 = checks.check_pair("gathered", gathered, "(z1, z2) of all ranks")
         for name, own, rows in ("z1", z1, all_z1), ("z2", z2, all_z2):
-            checks.check_inputs(own, rows, (name, f"gathered: {name}"), offset=offset)
+            checks.check_inputs(own, rows, (name, f"gathered: {name}"), offset=offset, others=(RingRows,))
         if len(all_z1) != len(all_z2):
             raise ValueError(f"gathered: z2: {len(all_z2)} rows, expected {len(all_z1)} like z1")
-        keys = cat_rows([all_z1, all_z2])
-    call = prepare(cat_rows([z1, z2]), keys, temperature, Mask("pair", offset=offset), normalize=normalize,
-                   impl=impl)
+        keys = cat_views(all_z1, all_z2)
+    call = prepare(cat_views(z1, z2), keys, temperature, Mask("pair", offset=offset), normalize=normalize,
+                   impl=impl, others=(RingRows,))
     return call.ops.softmax_loss(call)
 
 

@@ -92,6 +92,7 @@ def sigmoid_loss(call, bias, needs):
     tiles = cdiv(n, config["BLOCK_N"]) * cdiv(len(padded.keys), config["BLOCK_M"])
     tile_sums = torch.empty(tiles, 2, dtype=torch.float32, device=call.q.device)
     positive, coefficients, done = tile_sums.new_empty(n), tile_sums.new_empty(n), 0
+    has_positives = call.mask.exclude != "none"
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         nonlocal done
@@ -102,10 +103,10 @@ def sigmoid_loss(call, bias, needs):
 
     add_blocks(*sums, *without_padding(padded, given), config, fill_weights)
     loss, db = tile_sums.new_empty(()), tile_sums.new_empty(())
-    launch(finish_sigmoid_kernel, (1,), loss, db, coefficients, tile_sums, positive, tiles, n, 1 / n,
-           BLOCK=1024, enable_fp_fusion=True)
+    launch(finish_sigmoid_kernel, (1,), loss, db, coefficients, tile_sums, positive, tiles,
+           n if has_positives else 0, 1 / n, BLOCK=1024, enable_fp_fusion=True)
     # this loss has no lse: the field dloss_dlse holds σ(−s⁺_i), the coefficients of the positives
     sides = Sides(SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide())
-    scaling = GradientScaling(None, 1 / n, True, gradient_dtype(call.q.dtype))
+    scaling = GradientScaling(None, 1 / n, has_positives, gradient_dtype(call.q.dtype))
     dq, dk, dot = finish_gradients(sums, given, sides, scaling, needs[2])
     return loss, dq, dk, gradient_of_temperature(call, dot, needs), db

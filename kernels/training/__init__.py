@@ -8,7 +8,7 @@ data        tables of texts from files, and the roles of their columns
 flags       the command line: flags that scripts share, --recipe (preset values of flags), --resume
 ranks       the processes (ranks) of a run: torchrun's environment variables, and joining the process group
 out         the output folder --out: atomic writes, and checksums of the inputs
-loop        batch order, learning-rate schedules, AdamW without bias correction, gradient all-reduce
+loop        batch order, learning-rate schedules, parameter groups of optimizers, gradient all-reduce
 precision   the float16 parts of --precision bf16: losses, and embeddings that ranks send to each other
 run         a training run from start to end: steps, metrics, checkpoints, --resume, stopping on Ctrl-C
 pretrained  opens a pretrained model, from a folder or the hub, without running its code

@@ -69,6 +69,8 @@ SHARED_FLAGS = {
     "--chunk-size": dict(group="training", type=at_least(1, int),
                          help="encode this many rows at a time to save memory (GradCache); gradients are "
                               "those of the full batch, except for batch norms; default the whole batch"),
+    "--ring": dict(group="training", action="store_true",
+                   help="for huge batches: pass embeddings from GPU to GPU, so that none stores all of them"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
     "--steps": dict(group="training", type=at_least(1, int), help="number of training steps"),
     "--lr": dict(group="training", type=at_least(0), help="learning rate"),

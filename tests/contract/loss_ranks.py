@@ -1,7 +1,8 @@
 """Compute the losses on three processes with unequal shares of a batch.
 
-Every process makes the whole batch, selects its rows, and computes its share of each loss. The shares of all
-processes, and their gradients, add up to those of one process with all rows, without gathering.
+Every process makes the whole batch, selects its rows, and computes its share of each loss, with gathered rows
+and then with a ring. The shares of all processes, and their gradients, add up to those of one process with
+all rows, without gathering.
 """
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ LABELS, IDS, PHI = torch.arange(ROWS) * 5 % 4, torch.arange(ROWS) * 5 % 9, 0.3
 class Share:
     """The rows of a batch that this process has. leaves: tensors of the whole batch, which get gradients."""
 
-    def __init__(self, alone):
+    def __init__(self, alone, gather):
         numbers = torch.Generator().manual_seed(0)
         shapes = dict(x=(ROWS, 6), y=(ROWS, 6), z=(ROWS, 6), views=(ROWS, 3, 6), queue=(7, 6), weight=(5, 6),
                       t=(), bias=())
@@ -31,7 +32,7 @@ class Share:
                        for name, shape in shapes.items()}
         with torch.no_grad():
             self.leaves["t"].fill_(0.4)
-        self.alone, self.own = alone, kernels.own_rows(ROWS)
+        self.alone, self.gather, self.own = alone, gather, kernels.own_rows(ROWS)
         self.x, self.y, self.z, self.views = (x[self.own] for x in list(self.leaves.values())[:4])
         self.queue, self.weight, self.t, self.bias = list(self.leaves.values())[4:]
         self.labels, self.ids = LABELS[self.own], IDS[self.own]
@@ -39,7 +40,7 @@ class Share:
 
     def all(self, x):
         """Return the rows x of all processes in one tensor."""
-        return x if self.alone else kernels.gather_rows(x, ROWS)
+        return x if self.alone else self.gather(x, ROWS)
 
     def gathered(self, *rows):
         """Return the arguments `gathered` and `offset` of a loss, as a dict; {} if this process is alone."""
@@ -101,12 +102,15 @@ LOSSES = {
         s.x, s.y, s.labels, T, form, **s.gathered(torch.stack([s.x, s.y], 1), s.labels))
        for form in ("paper", "code")}}
 
+WITH_RING = ["info_nce", "info_nce, symmetric", "clip_loss", "nt_xent", "sigmoid_loss", "similarity_lse",
+             "simclr", "simcse", "simcse, equal texts"]
 
-def compute_shares(alone=False):
+
+def compute_shares(alone=False, gather=kernels.gather_rows, names=LOSSES):
     """Return {name: {part: tensor}}: this process's share of each loss and of its gradients."""
     found = {}
-    for name, loss in LOSSES.items():
-        share = Share(alone)
+    for name in names:
+        share, loss = Share(alone, gather), LOSSES[name]
         rows = share.own.stop - share.own.start
         value = loss(share) * (rows / ROWS)                    # each loss is a mean over the process's rows
         gradients = torch.autograd.grad(value, list(share.leaves.values()), materialize_grads=True)
@@ -117,7 +121,8 @@ def compute_shares(alone=False):
 
 def save_shares(rank, folder):
     """Save {name of the loss: {part: tensor}} of this process to the file FOLDER/RANK."""
-    torch.save(compute_shares(), folder / str(rank))
+    of_ring = compute_shares(gather=kernels.ring_rows, names=WITH_RING)
+    torch.save([compute_shares(), of_ring], folder / str(rank))
     x = torch.ones(1, requires_grad=True)
     try:                                                       # a second derivative would lack parts
         torch.autograd.grad(kernels.gather_rows(x, 3).sum(), x, create_graph=True)

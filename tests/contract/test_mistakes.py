@@ -69,6 +69,7 @@ MISTAKES = [
     ("cline --data a.csv", {"a.csv": "A,B,C\n" * 9}, "--wordnet | a.csv | triples"),
     ("moco --v1 --blur 1", {}, "--blur 1 | --v1"),
     ("moco --queue-size 30", {}, "--queue-size 30 | multiple of 8 | try 24"),
+    ("simclr --supervised --ring", {}, "--ring does not support --supervised"),
     ("simclr --supervised --data photos", {}, "--supervised | photos has none"),
     ("tacl --data few.txt", {}, "few.txt | 1 documents | at least 2"),
     ("simcse --dev a.tsv", {"a.tsv": "a\tb\t1\nA\tB\tfive\n"}, "a.tsv line 2 | five | from 0 to 5"),

@@ -255,7 +255,8 @@ POOLED, CIL = ["--pooling", "avg"], ["--classifier-dropout", 0]
 FINETUNE = ["--data", TOPICS[-1], "--supcon-weight", 0.5, "--rdrop-weight", 0.5]
 OOD = ["--data", TOPICS[-1], "--ood-epochs", 1]
 RANKS = {
-    "simcse": [*POOLED, "--mlm-weight", 0.1], "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
+    "simcse": [*POOLED, "--mlm-weight", 0.1], "simcse ring": [*POOLED, "--ring"],
+    "ease": POOLED, "vascl": [*POOLED, "--neighbours", 4],
     "dclr": [*POOLED, "--guide", "bert"],
     "selfguided": [*POOLED, "--projection-dim", 16, "--view-pooling", "mean"],
     "cline": [*WORDNET[:4], "--form", "code", "--held-out-rows", 2],

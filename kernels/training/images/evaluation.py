@@ -64,22 +64,16 @@ def neighbours(images):
     return min(200, int(images.train.labels.unique(return_counts=True)[1].min()))
 
 
-def knn_accuracy(bank, bank_labels, queries, labels, k, temperature=0.1, impl="auto"):
-    """Return the percentage of queries that their k nearest neighbours label correctly. The neighbours are
-    rows of `bank`; each votes for its own label with weight exp(cosine similarity / temperature)."""
-    bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
-    cosine, at = similarity_topk(queries, bank, k, impl=impl)
-    votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)
-    votes.scatter_add_(1, bank_labels[at], (cosine / temperature).exp())
-    return 100 * (votes.argmax(1) == labels).float().mean().item()
-
-
 def evaluate_knn(model, images, impl="auto"):
-    """Return the kNN accuracy of the test images in percent. The neighbours are training images."""
-    bank = images.encode_split(images.train, model)
-    queries = images.encode_split(images.test, model)
+    """Return the percentage of test images that their k nearest training images label correctly. Each of
+    these votes for its own label with weight exp(cosine similarity / 0.1)."""
+    bank, queries = (F.normalize(images.encode_split(split, model), dim=1)
+                     for split in (images.train, images.test))
     bank_labels, labels = (split.labels.to(bank.device) for split in (images.train, images.test))
-    return knn_accuracy(bank, bank_labels, queries, labels, neighbours(images), impl=impl)
+    cosine, at = similarity_topk(queries, bank, neighbours(images), impl=impl)
+    votes = torch.zeros(len(queries), int(bank_labels.max()) + 1, device=bank.device)
+    votes.scatter_add_(1, bank_labels[at], (cosine / 0.1).exp())
+    return 100 * (votes.argmax(1) == labels).float().mean().item()
 
 
 def evaluate_model(args, script, crops, linear_probe):

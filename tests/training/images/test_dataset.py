@@ -180,7 +180,8 @@ def test_moco_updates_the_key_encoder_before_it_encodes_keys(tmp_path, monkeypat
     assert result.run.extra_state["pointer"] == 2 * 2 * 6 % 24                 # two steps, two keys per image
 
 
-CASES = ["moco --symmetric", "memory_bank", "simclr", "simclr --supervised", "simclr_v2 --from-layer 0"]
+CASES = ["moco --symmetric", "memory_bank", "simclr", "simclr --ring", "simclr --supervised",
+         "simclr_v2 --from-layer 0"]
 
 
 def same_views(x, args):

@@ -1,0 +1,200 @@
+"""Pass the keys of all processes round a ring, so that no process stores all of them, as with gather_rows.
+
+Each process stores its own keys, a block. In each of W hops, it compares its queries with the block that it
+holds; meanwhile it sends this block to the next process and receives the block of the previous process.
+
+    forward    max_i and sum_i of row i (see blockwise.py) over one block are merged with those over others
+    backward   The blocks travel once more. With max_i and sum_i over all keys, the terms of a block in dq_i
+               and dk_j do not depend on other blocks. dk_j travels with its block: each process adds its
+               terms, and after the last hop dk_j is at home.
+"""
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from .blockwise import gradient_of_temperature, merge_stats, new_stats
+from .eager import cast, round_forward
+from .fused import TwoPasses, without_compile
+from .gather import cat_rows, check_share
+
+
+@dataclasses.dataclass(frozen=True)
+class RingRows:
+    """The result of ring_rows: stands for the rows of all processes, but has only those of this process."""
+    own: torch.Tensor        # (n, ..., D) rows of this process, with gradient
+    shares: list             # slice of the rows of each process
+    rank: int                # number of this process in the group
+    group: object = None     # process group; None: all processes
+    views: int = 1           # number of rows per element of the slices: 1, or 2 after cat_views
+
+    def __post_init__(self):
+        self.__dict__.update(shape=(self.views * self.shares[-1].stop, *self.own.shape[1:]),
+                             dtype=self.own.dtype, device=self.own.device, ndim=self.own.ndim)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, rows):
+        if isinstance(rows, tuple):                            # such as [:, None]
+            return dataclasses.replace(self, own=self.own[rows])
+        if rows != self.shares[self.rank]:
+            raise IndexError(f"ring_rows: found {rows}, expected this process's {self.shares[self.rank]}")
+        return self.own
+
+    def unbind(self, dim):                                     # as Tensor.unbind, for dim > 0
+        return [dataclasses.replace(self, own=own) for own in self.own.unbind(dim)]
+
+
+def ring_rows(x, rows, *, group=None):
+    """Return an object that stands for the rows of all processes; with one process, return x.
+
+    Pass it to a loss in place of gather_rows(x, rows): as the keys of similarity_lse, info_nce and
+    sigmoid_loss, or in the argument `gathered` of info_nce, clip_loss and nt_xent. The loss and its gradients
+    are the same, but no process stores all rows. impl="eager" and similar= are not supported.
+
+    x, rows, group  as in gather_rows, with x (n, ..., D). All ranks must pass the same dtype, and must all
+             need a gradient of x, or none (this is not checked)
+    returns  RingRows of shape (rows, ..., D), on which [own_rows(rows, group=group)] gives x. As with
+             gather_rows, pass offset=own_rows(rows, group=group).start to the loss
+    raises   as gather_rows. All ranks must run the loss and its backward pass: a rank that waits for another
+             raises RuntimeError at the time limit of the process group, or if the other one has ended
+    memory   of a loss, beside inputs, gradients and the buffers of similarity_lse: two blocks (the rows of a
+             process) in the dtype of products, and three arrays of this size in the dtype of sums
+    source   Cheng et al. 2024 (Inf-CL), arXiv 2410.17243, section 3.2
+    """
+    shares, rank = check_share(x, rows, group)
+    return x if len(shares) == 1 else RingRows(x, shares, rank, group)
+
+
+def cat_views(z1, z2):
+    """Return the first views, then the second views, of two tensors or of two RingRows."""
+    if isinstance(z1, RingRows):
+        return dataclasses.replace(z1, own=cat_rows([z1.own, z2.own]), views=2)
+    return cat_rows([z1, z2])
+
+
+# ── blocks that travel ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def exchange(ring, x, hop):
+    """Start to send x to the next process. Return a function that waits for the x of the previous process,
+    and returns it. In this hop, x belongs to the block of the process `hop` places before this one."""
+    world, group = len(ring.shares), ring.group or dist.group.WORLD
+    share = ring.shares[(ring.rank - hop - 1) % world]
+    received = x.new_empty(ring.views * (share.stop - share.start), *x.shape[1:])
+    after, before = (dist.get_global_rank(group, (ring.rank + step) % world) for step in (1, -1))
+    operations = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, received, before, group)]
+    requests = dist.batch_isend_irecv(operations)
+
+    def wait():
+        for request in requests:
+            request.wait()
+        return operations[1].tensor                            # until now, `operations` kept x in memory
+    return wait
+
+
+def blocks(call):
+    """Yield the call for each block of keys, first for this process's own; the next one arrives meanwhile."""
+    ring, block, world = call.ring, cast(call.k, call.product_dtype).contiguous(), len(call.ring.shares)
+    for hop in range(world):
+        wait = exchange(ring, block, hop) if hop < world - 1 else None
+        share = ring.shares[(ring.rank - hop) % world]
+        yield call._replace(k=block, mask=mask_of_block(call.mask, len(call.q) // ring.views, share))
+        block = wait() if wait else None
+        del wait                                               # it keeps the block that was sent
+
+
+def mask_of_block(mask, count, share):
+    """Return the part of a mask for the keys of a slice. count: number of queries (nt_xent: of samples)."""
+    excludes = share.start < mask.offset + count and mask.offset < share.stop
+    ids, groups = (x if x is None else x[share] for x in (mask.column_ids, mask.column_groups))
+    return mask._replace(exclude=mask.exclude if excludes else "none", column_ids=ids, column_groups=groups,
+                         offset=mask.offset - share.start)
+
+
+def sum_over_blocks(call, needs, gradients_of):
+    """Return (dq, dk, dτ, ...), where dk is the gradient of this process's keys in the losses of all.
+
+    gradients_of  function (call of a block, needs, sums of earlier blocks or None) → gradients, without dτ,
+                  or the sums, to which it has added them
+    """
+    sums, of_block = None, (needs[0] or needs[2], needs[1], False, *needs[3:])
+    for hop, block in enumerate(blocks(call)):
+        terms = gradients_of(block, of_block, sums)
+        sums = list(terms) if sums is None else [
+            total if term is None or term is total else total.add_(term) for total, term in zip(sums, terms)]
+        del block, terms                                       # free them before more memory is needed
+        if needs[1]:
+            sums[1] = exchange(call.ring, sums[1], hop)()
+    q = cast(call.q, call.product_dtype, call.q.dtype)
+    return sums[0], sums[1], gradient_of_temperature(call, q, sums[0], needs), *sums[3:]
+
+
+# ── operations of a call with a ring ────────────────────────────────────────────────────────────────────────
+
+
+@without_compile
+def similarity_lse(call):
+    """Return the log-sum-exp of each row (N,)."""
+    q = cast(call.q, call.temperature.dtype)                   # so that the terms of dq are not rounded
+    return TwoPasses.apply(q, *call[1:3], call._replace(q=q), lse_forward, lse_backward)
+
+
+def lse_forward(call):
+    """Return (log-sum-exp (N,), statistics (2, N) over all keys, more for backward...)."""
+    is_triton, stats = call.impl == "triton", new_stats(call.q)      # Triton's statistics are in log2 units
+    exp, log, unit = (torch.exp2, torch.log2, math.log(2)) if is_triton else (torch.exp, torch.log, 1)
+    for block in blocks(call):
+        _, (maximum, total), *rest = block.compute.similarity_lse(block)
+        maximum = maximum.where(total != 0, stats[0])          # 0: the mask excludes all keys of the block
+        merge_stats(stats, maximum, total, exp)
+        del block
+    return (stats[0] + log(stats[1])) * unit, stats, *rest
+
+
+def lse_backward(call, grad, stats, *rest):
+    """Return (dq, dk, dτ); rest: more from lse_forward, then the flags `needs`."""
+    def gradients_of(block, needs, sums):
+        in_place = [sums[:2]] if sums and call.impl == "blockwise" else []
+        return block.compute.similarity_lse_backward(block, grad, stats, *rest[:-1], needs, *in_place)
+    return sum_over_blocks(call, rest[-1], gradients_of)
+
+
+def softmax_loss(call, both=False):
+    """Return the mean over rows of softplus(lse_i − q_i·k_p/τ). The positive p of a row is an own key."""
+    check_positives(call)
+    # float32 gradients, which are not rounded: those of lse and of the positives nearly cancel
+    q, k = (round_forward(cast(x, call.temperature.dtype), call.product_dtype) for x in call[:2])
+    positive = k.roll(len(k) // 2, 0) if call.mask.exclude == "pair" else k
+    near = (q * positive).sum(1) / call.temperature
+    return F.softplus(similarity_lse(call._replace(q=q, k=k)) - near, threshold=40).mean()
+
+
+@without_compile
+def sigmoid_loss(call, bias):
+    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which are own keys, else +."""
+    check_positives(call)
+    def forward(call):
+        losses = (block.compute.sigmoid_loss(block, bias, [False] * 4)[0] for block in blocks(call))
+        return sum(losses), bias                               # bias is for backward
+    q = cast(call.q, call.temperature.dtype)
+    return TwoPasses.apply(q, *call[1:3], call._replace(q=q), forward, sigmoid_backward, bias)
+
+
+def sigmoid_backward(call, grad, bias, needs):
+    """Return (dq, dk, dτ, dbias)."""
+    def gradients_of(block, needs, sums):
+        _, *gradients = block.compute.sigmoid_loss(block, bias, needs)
+        return [x if x is None else x.mul_(grad) for x in gradients]
+    return sum_over_blocks(call, needs, gradients_of)
+
+
+def check_positives(call):
+    """Raise ValueError unless the positives of this process's queries are its own keys."""
+    first = call.ring.shares[call.ring.rank].start
+    if len(call.q) != len(call.k) or call.mask.offset != first:
+        raise ValueError(f"offset: found {call.mask.offset} with {len(call.q)} rows of queries, expected "
+                         f"{first} with {len(call.k)}: the positives must be the rows given to ring_rows")
