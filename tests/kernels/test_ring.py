@@ -47,7 +47,7 @@ CASES = {
     "lse, only τ": lambda s: kernels.similarity_lse(
         s.x.detach(), s.all(s.y.detach()), s.t, impl=s.impl).mean(),
     "info_nce": lambda s: kernels.info_nce(s.x, s.all(s.y), s.t, offset=s.own.start, impl=s.impl),
-    "info_nce, small loss": lambda s: kernels.info_nce(s.x, s.all(s.x * 2), 0.05, offset=s.own.start,
+    "info_nce, small loss": lambda s: kernels.info_nce(s.x, s.all(s.x * 2), 0.3, offset=s.own.start,
                                                        impl=s.impl),
     "info_nce, norms": lambda s: kernels.info_nce(
         s.x * 3, s.all(s.y * 2), s.t, offset=s.own.start, normalize=True, impl=s.impl),
