@@ -78,8 +78,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
 
 
 def check_share(x, rows, group):
-    """Return (the slice of rows of each process of the group, rank of this process); raise ValueError if x is
-    not a tensor with this process's rows."""
+    """Return (slice of rows of each process, rank of this process); raise ValueError if x is not its rows."""
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x: found {found}, expected a tensor of this process's rows, (n, ...)")

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .blockwise import gradient_of_temperature, merge_stats, new_stats
-from .eager import cast, round_forward
+from .blockwise import gradient_of_temperature, merge_stats, new_stats, rows_of, subtract_positives
+from .eager import cast
 from .fused import TwoPasses, without_compile
 from .gather import cat_rows, check_share
+from .masks import positive_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,7 @@ def ring_rows(x, rows, *, group=None):
     sigmoid_loss, or in the argument `gathered` of info_nce, clip_loss and nt_xent. The loss and its gradients
     are the same, but no process stores all rows. impl="eager" and similar= are not supported.
 
-    x, rows, group  as in gather_rows, with x (n, ..., D). All ranks must pass the same dtype, and must all
-             need a gradient of x, or none (this is not checked)
+    x, rows, group  as in gather_rows; x is (n, ..., D), with gradient on all ranks or on none (not checked)
     returns  RingRows of shape (rows, ..., D), on which [own_rows(rows, group=group)] gives x. As with
              gather_rows, pass offset=own_rows(rows, group=group).start to the loss
     raises   as gather_rows. All ranks must run the loss and its backward pass: a rank that waits for another
@@ -76,9 +76,6 @@ def cat_views(z1, z2):
     return cat_rows([z1, z2])
 
 
-# ── blocks that travel ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def exchange(ring, x, hop):
     """Start to send x to the next process. Return a function that waits for the x of the previous process,
     and returns it. In this hop, x belongs to the block of the process `hop` places before this one."""
@@ -88,7 +85,6 @@ def exchange(ring, x, hop):
     after, before = (dist.get_global_rank(group, (ring.rank + step) % world) for step in (1, -1))
     operations = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, received, before, group)]
     requests = dist.batch_isend_irecv(operations)
-
     def wait():
         for request in requests:
             request.wait()
@@ -115,73 +111,75 @@ def mask_of_block(mask, count, share):
                          offset=mask.offset - share.start)
 
 
-def sum_over_blocks(call, needs, gradients_of):
+def sum_over_blocks(call, needs, gradients_of, targets=None, dlse=None):
     """Return (dq, dk, dτ, ...), where dk is the gradient of this process's keys in the losses of all.
 
     gradients_of  function (call of a block, needs, sums of earlier blocks or None) → gradients, without dτ,
                   or the sums, to which it has added them
+    targets       None, or (N,) from own_positives: subtract the terms of positives, with dloss/dlse (N,)
     """
     sums, of_block = None, (needs[0] or needs[2], needs[1], False, *needs[3:])
-    for hop, block in enumerate(blocks(call)):
-        terms = gradients_of(block, of_block, sums)
+    for hop, block in enumerate(blocks(call._replace(q=cast(call.q, call.temperature.dtype)))):
+        terms = gradients_of(block, of_block, sums)            # of float32 queries: terms are not rounded
         sums = list(terms) if sums is None else [
             total if term is None or term is total else total.add_(term) for total, term in zip(sums, terms)]
         del block, terms                                       # free them before more memory is needed
         if needs[1]:
             sums[1] = exchange(call.ring, sums[1], hop)()
-    q = cast(call.q, call.product_dtype, call.q.dtype)
-    return sums[0], sums[1], gradient_of_temperature(call, q, sums[0], needs), *sums[3:]
+    (q, k), (dq, dk, _, *rest) = rows_of(call), sums
+    if targets is not None:
+        subtract_positives(dq, dk, q, k, targets, dlse / call.temperature)
+    return dq, dk, gradient_of_temperature(call, q, dq, needs), *rest
 
 
 # ── operations of a call with a ring ────────────────────────────────────────────────────────────────────────
 
 
 @without_compile
-def similarity_lse(call):
-    """Return the log-sum-exp of each row (N,)."""
-    q = cast(call.q, call.temperature.dtype)                   # so that the terms of dq are not rounded
-    return TwoPasses.apply(q, *call[1:3], call._replace(q=q), lse_forward, lse_backward)
+def similarity_lse(call, targets=None):
+    """Return the log-sum-exp of each row (N,). targets: from own_positives; return the loss instead."""
+    return TwoPasses.apply(*call[:3], call, lambda call: lse_forward(call, targets), lse_backward)
 
 
-def lse_forward(call):
-    """Return (log-sum-exp (N,), statistics (2, N) over all keys, more for backward...)."""
-    is_triton, stats = call.impl == "triton", new_stats(call.q)      # Triton's statistics are in log2 units
+def softmax_loss(call, both=False):
+    """Return the mean over rows of softplus(lse_i − q_i·k_p/τ). The positive p of row i is an own key."""
+    return similarity_lse(call, own_positives(call))
+
+
+def lse_forward(call, targets):
+    """Return (log-sum-exp (N,) or loss, arguments 3, 4, 5, ... of lse_backward)."""
+    is_triton, stats = call.impl == "triton", new_stats(cast(call.q[:, 0], call.temperature.dtype))
+    # Triton's statistics are in log2 units
     exp, log, unit = (torch.exp2, torch.log2, math.log(2)) if is_triton else (torch.exp, torch.log, 1)
     for block in blocks(call):
         _, (maximum, total), *rest = block.compute.similarity_lse(block)
         maximum = maximum.where(total != 0, stats[0])          # 0: the mask excludes all keys of the block
         merge_stats(stats, maximum, total, exp)
         del block
-    return (stats[0] + log(stats[1])) * unit, stats, *rest
+    lse, (q, k) = (stats[0] + log(stats[1])) * unit, rows_of(call)
+    if targets is None:
+        return lse, None, None, stats, *rest
+    gap = lse - (q * k[targets]).sum(1) / call.temperature
+    return F.softplus(gap, threshold=40).mean(), targets, gap.sigmoid() / len(gap), stats, *rest
 
 
-def lse_backward(call, grad, stats, *rest):
-    """Return (dq, dk, dτ); rest: more from lse_forward, then the flags `needs`."""
+def lse_backward(call, grad, targets, dloss_dlse, stats, *rest):
+    """Return (dq, dk, dτ). stats (2, N) are over all keys; the last element of rest is `needs`."""
+    dlse = grad if targets is None else grad * dloss_dlse
     def gradients_of(block, needs, sums):
         in_place = [sums[:2]] if sums and call.impl == "blockwise" else []
-        return block.compute.similarity_lse_backward(block, grad, stats, *rest[:-1], needs, *in_place)
-    return sum_over_blocks(call, rest[-1], gradients_of)
-
-
-def softmax_loss(call, both=False):
-    """Return the mean over rows of softplus(lse_i − q_i·k_p/τ). The positive p of a row is an own key."""
-    check_positives(call)
-    # float32 gradients, which are not rounded: those of lse and of the positives nearly cancel
-    q, k = (round_forward(cast(x, call.temperature.dtype), call.product_dtype) for x in call[:2])
-    positive = k.roll(len(k) // 2, 0) if call.mask.exclude == "pair" else k
-    near = (q * positive).sum(1) / call.temperature
-    return F.softplus(similarity_lse(call._replace(q=q, k=k)) - near, threshold=40).mean()
+        return block.compute.similarity_lse_backward(block, dlse, stats, *rest[:-1], needs, *in_place)
+    return sum_over_blocks(call, rest[-1], gradients_of, targets, dlse)
 
 
 @without_compile
 def sigmoid_loss(call, bias):
     """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which are own keys, else +."""
-    check_positives(call)
+    own_positives(call)                                        # checks whether there are any
     def forward(call):
         losses = (block.compute.sigmoid_loss(block, bias, [False] * 4)[0] for block in blocks(call))
         return sum(losses), bias                               # bias is for backward
-    q = cast(call.q, call.temperature.dtype)
-    return TwoPasses.apply(q, *call[1:3], call._replace(q=q), forward, sigmoid_backward, bias)
+    return TwoPasses.apply(*call[:3], call, forward, sigmoid_backward, bias)
 
 
 def sigmoid_backward(call, grad, bias, needs):
@@ -192,9 +190,10 @@ def sigmoid_backward(call, grad, bias, needs):
     return sum_over_blocks(call, needs, gradients_of)
 
 
-def check_positives(call):
-    """Raise ValueError unless the positives of this process's queries are its own keys."""
+def own_positives(call):
+    """Return the positive of each query among this process's keys (N,); raise ValueError if it has others."""
     first = call.ring.shares[call.ring.rank].start
     if len(call.q) != len(call.k) or call.mask.offset != first:
         raise ValueError(f"offset: found {call.mask.offset} with {len(call.q)} rows of queries, expected "
                          f"{first} with {len(call.k)}: the positives must be the rows given to ring_rows")
+    return positive_columns(call.mask._replace(offset=0), len(call.q), len(call.k), call.q.device)

@@ -69,10 +69,10 @@ def small_d_config(call, two_sided, needs_dot):
 
 
 def small_d_gradients(call, sides, scaling, needs):
-    """Return (dq, dk, ⟨q_i, dq_i⟩ of each row or None), see gradient.gradients. Unneeded ones are None."""
+    """Return (dq, dk, ⟨q_i, dq_i⟩ of each row or None), see gradient.gradients. Unneeded dq, dk are empty."""
     given = call.rounded
     call = aligned(given)
-    dq = dk = dot = None
+    dq, dk, dot = given.q[:0], given.q[:0], None
     if needs[0] or needs[2]:
         dq, dot = gradient_of_q(given, call, sides, scaling, needs[2])
     if needs[1] and given.k is not None:

@@ -16,6 +16,7 @@ from tacl import tacl_loss
 Z, WIDE, HARD = torch.randn(8, 6), torch.randn(8, 7), torch.randn(8, 3, 6)
 LABELS, TOKENS = torch.arange(8), torch.ones(8, 3)
 FOUR, OWN = LABELS[:4], slice(2, 5)                            # OWN: one rank's rows
+RING, RING_3D = (kernels.RingRows(x[OWN], [slice(0, 2), OWN, slice(5, 8)], 1) for x in (Z, HARD))
 
 
 def of_a_rank(loss, *gathered, offset=2, **options):
@@ -41,6 +42,21 @@ MISTAKES = [
     (lambda: similarity_lse(Z, Z, offset=1), 'offset: 1, expected 0 unless exclude is "diagonal"'),
     (lambda: kernels.sup_con_loss(Z[:, None]), "labels: found None, expected labels, .* only 1 view"),
     (lambda: of_a_rank(info_nce, Z, Z), "gathered: needs symmetric=True"),
+    (lambda: info_nce(Z[OWN], RING), "offset: found 0 with 3 rows of queries, expected 2 with 3: the posi"),
+    (lambda: info_nce(Z[2:4], RING, offset=2), "offset: found 2 with 2 rows of queries, expected 2 with 3"),
+    (lambda: info_nce(Z[OWN], RING, symmetric=True), "k: 8 rows, expected 3 like q"),
+    (lambda: kernels.sigmoid_loss(Z[OWN], RING, offset=3), "offset: found 3 with 3 rows"),
+    (lambda: of_a_rank(nt_xent, RING, RING, offset=1), "offset: found 1 with 6 rows of queries, expected 2 "),
+    (lambda: similarity_lse(Z, RING, impl="eager"), "impl: found 'eager', which needs all keys"),
+    (lambda: similarity_lse(Z, RING, similar=(Z, Z, 0.5)), "similar: not supported with ring_rows"),
+    (lambda: similarity_lse(WIDE, RING), r"k: found \(8, 6\), expected \(K, 7\)"),
+    (lambda: similarity_lse(Z, RING, exclude=(LABELS, FOUR)), r"exclude: column ids: found \(4,\), expec"),
+    (lambda: kernels.similarity_topk(Z, RING, 1), "k: found RingRows, expected a tensor"),
+    (lambda: kernels.queue_loss(Z, RING, Z), "k: found RingRows, expected a tensor"),
+    (lambda: kernels.queue_loss(Z, Z, RING), "queue: found RingRows, expected a tensor"),
+    (lambda: kernels.linear_cross_entropy(Z, RING, LABELS), "weight: found RingRows, expected a tensor"),
+    (lambda: kernels.sup_con_loss(HARD[OWN], gathered=(RING_3D, None), offset=2), "gathered: z: found RingR"),
+    (lambda: kernels.ring_rows(Z, 9), "rows: found 9, of which rank 0 of 1 has 9, but x has 8"),
     (lambda: embed_in_chunks(torch.nn.Linear(6, 3), Z, None), "chunks: found Tensor, expected a list"),
     (lambda: simcse_loss(Z, Z[:4]), r"z2: 4 rows, expected at least 8 \+ offset 0: one positive for each"),
     (lambda: simcse_loss(Z, Z, HARD[:, :, :5]), r"z3: found \(8, 3, 5\), expected \(8, n, 6\)"),

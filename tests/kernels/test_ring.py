@@ -47,6 +47,8 @@ CASES = {
     "lse, only τ": lambda s: kernels.similarity_lse(
         s.x.detach(), s.all(s.y.detach()), s.t, impl=s.impl).mean(),
     "info_nce": lambda s: kernels.info_nce(s.x, s.all(s.y), s.t, offset=s.own.start, impl=s.impl),
+    "info_nce, frozen queries": lambda s: kernels.info_nce(
+        s.x.detach(), s.all(s.y), s.t.detach(), offset=s.own.start, impl=s.impl),
     "info_nce, small loss": lambda s: kernels.info_nce(s.x, s.all(s.x * 2), 0.3, offset=s.own.start,
                                                        impl=s.impl),
     "info_nce, norms": lambda s: kernels.info_nce(
