@@ -1,4 +1,5 @@
-"""The loops of docs/distributed.md, as they are printed, give the same weights in one process and in three.
+"""The loops of docs/distributed.md, as they are printed, give the same weights in one process and in three,
+also with a ring.
 
 Batches have 7 or 9 rows. Three processes have unequal shares of 7 rows.
 """
@@ -17,9 +18,10 @@ from kernels import gather_rows, nt_xent, own_rows
 from running import ROOT, fork_context, free_port
 
 PAGE = (ROOT / "docs/distributed.md").read_text("utf-8")
-TITLES = ["setup", "without a wrapper", "DDP", "accumulation", "compile", "fully_shard", "saving",
+TITLES = ["setup", "without a wrapper", "ring", "DDP", "accumulation", "compile", "fully_shard", "saving",
           "mixed precision"]
 CLIPPED = ["without a wrapper", "DDP", "compile", "fully_shard"]               # these blocks clip gradients
+LOOPS = ["without a wrapper", "DDP", "accumulation", "compile", "fully_shard", "mixed precision"]
 NORMS = []                                                     # gradient norms before clipping
 WORLDS = (1, 3)
 
@@ -55,15 +57,17 @@ def weights(model):
     return found
 
 
-def run_blocks():
-    """Run each block; return {title: weights after the block, "TITLE, norms": gradient norms}."""
+def run_blocks(ring=False):
+    """Run each block; return {title: weights after the block, "TITLE, norms": gradient norms}. ring: with the
+    function of the block "ring"."""
     code, found, names = code_blocks(), {}, {}
-    for title in TITLES[1:]:
+    for title in LOOPS if ring else sorted([*LOOPS, "saving"], key=TITLES.index):
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32 if title == "mixed precision" else torch.float64)
         if title != "saving":                                  # "saving" uses the model of the block before
             names = {"batches": make_batches()}
             exec(code["setup"], names)
+            exec(code["ring"] if ring else "", names)
         NORMS.clear()
         exec(code[title], names)
         found[title] = weights(names["model"])
@@ -135,6 +139,7 @@ def one_process(index, ports, folder):
     found = run_blocks()
     if world > 1:
         found["orders"] = run_orders()
+        found["ring"] = run_blocks(ring=True)
     if rank == 0:
         torch.save(found, folder / f"{world}.pt")
     dist.barrier()
@@ -174,16 +179,18 @@ def start(dtype=torch.float64):
     return found
 
 
-@pytest.mark.parametrize("title", [*TITLES[1:-1], *(f"{title}, norms" for title in CLIPPED)])
+@pytest.mark.parametrize("title", [*LOOPS[:-1], *(f"{title}, norms" for title in CLIPPED)])
 def test_three_processes_equal_one(title, results):
     assert results[1][title] and largest_difference(results[3][title], results[1][title]) < 1e-8
+    assert largest_difference(results[3]["ring"][title], results[1][title]) < 1e-8
     if "norms" not in title:
         assert largest_difference(results[1][title], start()) > 1e-3           # the loop trains
 
 
 def test_mixed_precision_of_three_processes_is_near_one(results):
-    first, one, three = start(torch.float32), results[1]["mixed precision"], results[3]["mixed precision"]
-    assert all((three[name] - x).norm() < 0.03 * (x - first[name]).norm() for name, x in one.items())
+    first, one = start(torch.float32), results[1]["mixed precision"]
+    for three in (results[3]["mixed precision"], results[3]["ring"]["mixed precision"]):
+        assert all((three[name] - x).norm() < 0.03 * (x - first[name]).norm() for name, x in one.items())
 
 
 @pytest.mark.parametrize("title", ["saving", "saving, loaded", "saving, whole"])
