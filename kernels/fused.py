@@ -60,7 +60,7 @@ class TwoPasses(torch.autograd.Function):
     forward            function (call) → (result, tensors for backward...)
     backward           function (call, upstream gradient, tensors..., needs) → gradients of q, k, temperature
                        and, if given, bias
-    bias               no input, or one that forward and backward know already, as with q
+    bias               sigmoid_loss in ring.py registers its bias, too; else absent
     """
 
     @staticmethod

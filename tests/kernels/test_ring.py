@@ -40,6 +40,9 @@ CASES = {
     "lse, ids": lambda s: lse(s, s.all(s.y), exclude=("diagonal", IDS[s.own], IDS), offset=s.own.start),
     "lse, groups": lambda s: lse(
         s, s.all(s.y), exclude=(IDS[s.own], IDS), within=(2 * GROUPS[s.own], GROUPS)),
+    "lse, far below 0": lambda s: kernels.similarity_lse(      # each query has one key, in one block
+        s.x, s.all(-8 * s.x), 0.05, within=(torch.arange(ROWS)[s.own], torch.arange(ROWS)), impl=s.impl
+    ).mean(),
     "lse, frozen keys": lambda s: lse(s, s.all(s.y.detach())),
     "lse, frozen queries": lambda s: kernels.similarity_lse(
         s.x.detach(), s.all(s.y), 0.3, impl=s.impl).mean(),
@@ -52,8 +55,6 @@ CASES = {
                                                        impl=s.impl),
     "info_nce, norms": lambda s: kernels.info_nce(
         s.x * 3, s.all(s.y * 2), s.t, offset=s.own.start, normalize=True, impl=s.impl),
-    "info_nce, symmetric": lambda s: kernels.info_nce(
-        s.x, s.y, s.t, symmetric=True, impl=s.impl, **gathered(s)),
     "clip_loss": lambda s: kernels.clip_loss(s.x, s.y, s.t, impl=s.impl, **gathered(s)),
     "nt_xent": lambda s: kernels.nt_xent(s.x, s.y, s.t, impl=s.impl, **gathered(s)),
     "sigmoid_loss": lambda s: kernels.sigmoid_loss(
@@ -104,8 +105,7 @@ def save_parts(rank, folder, processes):
 
 @pytest.mark.parametrize("processes", KINDS)
 def test_ring_equals_one_process(processes, tmp_path):
-    """Float64: up to 1e-12. Triton: up to the limits of other tests. Else: up to three times the error with
-    gathered rows, plus MORE."""
+    """Float64 up to 1e-12, Triton up to EAGER, else up to three times the error of gathered rows plus MORE."""
     run_ranks(save_parts, int(processes[0]), tmp_path, processes)
     saved = [torch.load(tmp_path / str(rank)) for rank in range(int(processes[0]))]
     for kind, name in saved[0]:
