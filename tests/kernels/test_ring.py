@@ -105,7 +105,7 @@ def save_parts(rank, folder, processes):
 
 @pytest.mark.parametrize("processes", KINDS)
 def test_ring_equals_one_process(processes, tmp_path):
-    """Float64 up to 1e-12, Triton up to EAGER, else up to three times the error of gathered rows plus MORE."""
+    """Float64 up to 1e-12, Triton up to EAGER, else up to 3 times the error of gathered rows, plus MORE."""
     run_ranks(save_parts, int(processes[0]), tmp_path, processes)
     saved = [torch.load(tmp_path / str(rank)) for rank in range(int(processes[0]))]
     for kind, name in saved[0]:
