@@ -148,8 +148,8 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
         exclude = "diagonal" if ids is None else ("diagonal", ids[local, 0], ids[:, column])
         return similarity_lse(z1, keys, temperature, exclude=exclude, offset=offset, impl=impl)
 
-    negatives = negatives_lse(z2, 0)
     positive = (z1 * z2[local]).sum(1) / temperature
+    negatives = negatives_lse(z2, 0)
     for column, z in enumerate(hard, 1):                       # the paper has one hard negative per anchor
         own = hard_negative_weight + (z1 * z[local]).sum(1) / temperature
         if ids is not None:                                    # not −inf, whose gradient would be NaN

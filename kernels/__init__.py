@@ -13,7 +13,7 @@ margin_loss            Hadsell's loss: pairs of one class become close, other pa
 linear_cross_entropy   cross entropy of the logits hidden·weightᵀ, for a linear layer over a large vocabulary
 embed_in_chunks        embeddings of a batch whose activations do not fit into memory, with exact gradients
 gather_rows            all rows of a batch that is split over several processes, with exact gradients
-ring_rows              stands for these rows, of which no process then stores more than two blocks
+ring_rows              the same for huge batches: a loss gets these rows one block after the other
 own_rows               the rows of one process, as a slice, if a batch is split over several processes
 check_rows             raise ValueError if tensors do not have the expected dtypes, shapes and device
 choose_impl            the implementation that impl="auto" selects for a tensor

@@ -5,6 +5,7 @@ which differentiates the functions of blockwise.py and gpu/. All of these take t
 similarity_lse and similarity_topk, which check the arguments of their masks before make_call().
 """
 import importlib.util
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Call(NamedTuple):
     mask: Mask
     impl: str            # "triton", "blockwise" or "eager"
     product_dtype: Any   # dtype to which q and k are cast before q·kᵀ: autocast's dtype or the dtype of q
-    ring: Any = None     # RingRows, if the keys are those of all processes; k are then this process's own
+    ring: Any = None     # RingRows without rows, if the keys are those of all processes; k has only own keys
 
     @property
     def keys(self):
@@ -107,7 +108,8 @@ def make_call(q, k, temperature, mask, normalize, impl, columns=None):
         q, k = unit_rows(q), k if self_similarity else unit_rows(k)
     if self_similarity:
         k = None if mask.is_symmetric else q
-    return Call(q, k, as_scalar(temperature, accumulation_dtype), mask, impl, product_dtype, of_all)
+    return Call(q, k, as_scalar(temperature, accumulation_dtype), mask, impl, product_dtype,
+                of_all and replace(of_all, own=k.new_empty(0)))        # k has the rows
 
 
 def choose_impl(impl, x, n=None, m=None):
@@ -151,7 +153,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     """Return log Σ_j exp(q_i·k_j / τ) for each query i; only impl="eager" stores the (N, M) matrix.
 
     q            (N, D) queries, float64 | float32 | float16 | bfloat16, any strides; Triton takes no float64
-    k            (M, D) keys, dtype and device as q; None: the keys are the rows of q
+    k            (M, D) keys, dtype and device as q; None: the keys are the rows of q; or from ring_rows
     temperature  τ: float from 1e-38 to 1e38, so that float32 can hold τ and 1/τ; or a 0-dim tensor, which
                  then receives a gradient. The value of a tensor on a GPU is not checked
     exclude      keys left out of the sum of query i, one of: None | "diagonal" (key i + offset)

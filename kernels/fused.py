@@ -58,9 +58,8 @@ class TwoPasses(torch.autograd.Function):
 
     q, k, temperature  inputs, passed only to register them with autograd; call has these tensors
     forward            function (call) → (result, tensors for backward...)
-    backward           function (call, upstream gradient, tensors..., needs) → gradients of q, k, temperature
-                       and, if given, bias
-    bias               sigmoid_loss in ring.py registers its bias, too; else absent
+    backward           function (call, upstream gradient, tensors..., needs) → gradients of these inputs
+    bias               one more input, for sigmoid_loss in ring.py; else absent
     """
 
     @staticmethod

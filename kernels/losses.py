@@ -20,12 +20,12 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
              impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
 
-    q, k         (N, D) queries and (M, D) keys, M ≥ N + offset; the positive of query i is key i + offset
+    q, k         (N, D) queries and (M, D) keys, or ring_rows of keys; the positive of query i is key i+offset
     temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
     symmetric    True: the mean of two losses, as in CLIP: this one, with a softmax over keys (dim=1), and the
                  same with a softmax over queries (dim=0). q and k are then both (N, D)
     gathered     for symmetric=True on several ranks: the pair (q of all ranks, k of all ranks), (M, D) each,
-                 from gather_rows; q and k are this rank's rows. For symmetric=False pass all ranks' keys as k
+                 from gather_rows or ring_rows; q and k are own rows. For symmetric=False pass all keys as k
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
     normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
     impl         see similarity_lse
@@ -62,7 +62,7 @@ def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normali
 
     image, text  (N, D) each; row i of image and row i of text are a pair
     gathered     on several ranks: the pair (images of all ranks, texts of all ranks), (M, D) each, from
-                 gather_rows. The loss is the mean over this rank's images and texts
+                 gather_rows or ring_rows. The loss is the mean over this rank's images and texts
     offset       index of this rank's first row in `gathered`, own_rows(batch_size).start
     others       temperature, normalize and impl: as in info_nce
     returns      scalar, float32 (float64 for float64 rows)
@@ -95,7 +95,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
 def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False, impl="auto"):
     """Return 1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), with y_ij = 1 if j = i + offset, else −1.
 
-    q, k         (N, D) queries and (M, D) keys, M ≥ N + offset; the positive of query i is key i + offset
+    q, k         (N, D) queries and (M, D) keys, or ring_rows of keys; the positive of query i is key i+offset
     bias         b: finite float, or a 0-dim tensor, which then receives a gradient. b = −log(M − 1) gives
                  noise-contrastive estimation (NCE): the M − 1 other keys are the noise samples of a query
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
@@ -113,8 +113,8 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
     """Return the mean over all 2N views of −log( exp(z_i·z_i'/τ) / Σ_{j≠i} exp(z_i·z_j/τ) ).
 
     z1, z2       (N, D) each, two views of N samples: rows i of z1 and of z2 are a positive pair (i and i')
-    gathered     on several ranks: the pair (z1 of all ranks, z2 of all ranks), (M, D) each, from gather_rows.
-                 The loss is the mean over this rank's 2N views, each compared with the 2M views of all ranks
+    gathered     on several ranks: the pair (z1 of all ranks, z2 of all ranks), (M, D) each, from gather_rows
+                 or ring_rows. The loss is the mean over this rank's 2N views, compared with 2M views each
     offset       index of this rank's first row in `gathered`, own_rows(batch_size).start
     others       temperature, normalize and impl: as in info_nce
     returns      scalar, float32 (float64 for float64 rows); half the value of the paper's released code

@@ -1,12 +1,12 @@
 """Pass the keys of all processes round a ring, so that no process stores all of them, as with gather_rows.
 
 Each process stores its own keys, a block. In each of W hops, it compares its queries with the block that it
-holds; meanwhile it sends this block to the next process and receives the block of the previous process.
+holds; meanwhile it sends this block to the next process, and receives a block from the previous process.
 
     forward    max_i and sum_i of row i (see blockwise.py) over one block are merged with those over others
     backward   The blocks travel once more. With max_i and sum_i over all keys, the terms of a block in dq_i
                and dk_j do not depend on other blocks. dk_j travels with its block: each process adds its
-               terms, and after the last hop dk_j is at home.
+               terms and sends dk_j on, and after the last hop dk_j is at home.
 """
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from .gather import cat_rows, check_share
 from .masks import positive_columns
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class RingRows:
     """The result of ring_rows: stands for the rows of all processes, but has only those of this process."""
     own: torch.Tensor        # (n, ..., D) rows of this process, with gradient
@@ -32,17 +32,17 @@ class RingRows:
     views: int = 1           # number of rows per element of the slices: 1, or 2 after cat_views
 
     def __post_init__(self):
-        self.__dict__.update(shape=(self.views * self.shares[-1].stop, *self.own.shape[1:]),
-                             dtype=self.own.dtype, device=self.own.device, ndim=self.own.ndim)
+        self.shape = (self.views * self.shares[-1].stop, *self.own.shape[1:])
+        self.dtype, self.device, self.ndim = self.own.dtype, self.own.device, self.own.ndim
 
     def __len__(self):
         return self.shape[0]
 
     def __getitem__(self, rows):
-        if isinstance(rows, tuple):                            # such as [:, None]
+        if isinstance(rows, tuple) and rows[0] == slice(None):     # such as [:, None]
             return dataclasses.replace(self, own=self.own[rows])
         if rows != self.shares[self.rank]:
-            raise IndexError(f"ring_rows: found {rows}, expected this process's {self.shares[self.rank]}")
+            raise ValueError(f"ring_rows: found {rows}, expected this process's {self.shares[self.rank]}")
         return self.own
 
     def unbind(self, dim):                                     # as Tensor.unbind, for dim > 0
@@ -54,15 +54,15 @@ def ring_rows(x, rows, *, group=None):
 
     Pass it to a loss in place of gather_rows(x, rows): as the keys of similarity_lse, info_nce and
     sigmoid_loss, or in the argument `gathered` of info_nce, clip_loss and nt_xent. The loss and its gradients
-    are the same, but no process stores all rows. impl="eager" and similar= are not supported.
+    are those with gather_rows, up to rounding. impl="eager" (never "auto") and similar= are refused.
 
     x, rows, group  as in gather_rows; x is (n, ..., D), with gradient on all ranks or on none (not checked)
     returns  RingRows of shape (rows, ..., D), on which [own_rows(rows, group=group)] gives x. As with
              gather_rows, pass offset=own_rows(rows, group=group).start to the loss
-    raises   as gather_rows. All ranks must run the loss and its backward pass: a rank that waits for another
-             raises RuntimeError at the time limit of the process group, or if the other one has ended
-    memory   of a loss, beside inputs, gradients and the buffers of similarity_lse: two blocks (the rows of a
-             process) in the dtype of products, and three arrays of this size in the dtype of sums
+    raises   as gather_rows. All ranks must run the loss and its backward pass: one that waits for another
+             ends with an error at the time limit of the process group, or (gloo) if the other has ended
+    memory   of a loss, beside inputs, gradients (in the dtype of sums) and the buffers of similarity_lse:
+             three arrays of a process's rows in the dtype of products, and three in that of sums
     source   Cheng et al. 2024 (Inf-CL), arXiv 2410.17243, section 3.2
     """
     shares, rank = check_share(x, rows, group)
@@ -88,19 +88,19 @@ def exchange(ring, x, hop):
     def wait():
         for request in requests:
             request.wait()
-        return operations[1].tensor                            # until now, `operations` kept x in memory
+        return operations[1].tensor                            # `operations` keeps x as long as wait exists
     return wait
 
 
 def blocks(call):
-    """Yield the call for each block of keys, first for this process's own; the next one arrives meanwhile."""
+    """Yield (hop, call for a block of keys), first of the process's own. The next block arrives meanwhile."""
     ring, block, world = call.ring, cast(call.k, call.product_dtype).contiguous(), len(call.ring.shares)
     for hop in range(world):
         wait = exchange(ring, block, hop) if hop < world - 1 else None
         share = ring.shares[(ring.rank - hop) % world]
-        yield call._replace(k=block, mask=mask_of_block(call.mask, len(call.q) // ring.views, share))
+        yield hop, call._replace(k=block, mask=mask_of_block(call.mask, len(call.q) // ring.views, share))
         block = wait() if wait else None
-        del wait                                               # it keeps the block that was sent
+        del wait                                               # and with it the block that was sent
 
 
 def mask_of_block(mask, count, share):
@@ -119,7 +119,7 @@ def sum_over_blocks(call, needs, gradients_of, targets=None, dlse=None):
     targets       None, or (N,) from own_positives: subtract the terms of positives, with dloss/dlse (N,)
     """
     sums, of_block = None, (needs[0] or needs[2], needs[1], False, *needs[3:])
-    for hop, block in enumerate(blocks(call._replace(q=cast(call.q, call.temperature.dtype)))):
+    for hop, block in blocks(call._replace(q=cast(call.q, call.temperature.dtype))):
         terms = gradients_of(block, of_block, sums)            # of float32 queries: terms are not rounded
         sums = list(terms) if sums is None else [
             total if term is None or term is total else total.add_(term) for total, term in zip(sums, terms)]
@@ -137,7 +137,7 @@ def sum_over_blocks(call, needs, gradients_of, targets=None, dlse=None):
 
 @without_compile
 def similarity_lse(call, targets=None):
-    """Return the log-sum-exp of each row (N,). targets: from own_positives; return the loss instead."""
+    """Return the log-sum-exp of each row (N,) or, with targets from own_positives, the mean loss."""
     return TwoPasses.apply(*call[:3], call, lambda call: lse_forward(call, targets), lse_backward)
 
 
@@ -148,17 +148,18 @@ def softmax_loss(call, both=False):
 
 def lse_forward(call, targets):
     """Return (log-sum-exp (N,) or loss, arguments 3, 4, 5, ... of lse_backward)."""
-    is_triton, stats = call.impl == "triton", new_stats(cast(call.q[:, 0], call.temperature.dtype))
-    # Triton's statistics are in log2 units
+    is_triton = call.impl == "triton"                          # its statistics are in log2 units
     exp, log, unit = (torch.exp2, torch.log2, math.log(2)) if is_triton else (torch.exp, torch.log, 1)
-    for block in blocks(call):
+    stats = new_stats(call.q.new_empty(len(call.q), dtype=call.temperature.dtype))
+    for _, block in blocks(call):                              # rest: Triton's COMMON_M, here always None
         _, (maximum, total), *rest = block.compute.similarity_lse(block)
         maximum = maximum.where(total != 0, stats[0])          # 0: the mask excludes all keys of the block
         merge_stats(stats, maximum, total, exp)
         del block
-    lse, (q, k) = (stats[0] + log(stats[1])) * unit, rows_of(call)
+    lse = (stats[0] + log(stats[1])) * unit
     if targets is None:
         return lse, None, None, stats, *rest
+    q, k = rows_of(call)
     gap = lse - (q * k[targets]).sum(1) / call.temperature
     return F.softplus(gap, threshold=40).mean(), targets, gap.sigmoid() / len(gap), stats, *rest
 
@@ -177,7 +178,7 @@ def sigmoid_loss(call, bias):
     """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which are own keys, else +."""
     own_positives(call)                                        # checks whether there are any
     def forward(call):
-        losses = (block.compute.sigmoid_loss(block, bias, [False] * 4)[0] for block in blocks(call))
+        losses = (block.compute.sigmoid_loss(block, bias, [False] * 4)[0] for _, block in blocks(call))
         return sum(losses), bias                               # bias is for backward
     return TwoPasses.apply(*call[:3], call, forward, sigmoid_backward, bias)
 

@@ -120,11 +120,6 @@ def test_ring_equals_one_process(processes, tmp_path):
                 assert error_of(ring, part) <= limit, (kind, name, error_of(ring, part), limit)
 
 
-def test_one_process():
-    x = torch.randn(3, 2)
-    assert kernels.ring_rows(x, 3) is x
-
-
 # ── memory, and a process that fails ────────────────────────────────────────────────────────────────────────
 
 

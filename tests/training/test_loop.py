@@ -1,13 +1,14 @@
 """Test batch order, and what the ranks of a run exchange, by comparison with simple implementations.
 tests/scripts/test_numbers.py tests the learning rates."""
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from kernels import gather_rows, own_rows
-from kernels.training import loop
+from kernels import RingRows, gather_rows, own_rows, ring_rows
+from kernels.training import loop, precision
 from kernels.training.loop import batches, steps_per_epoch
 from running import run_ranks
 
@@ -80,6 +81,9 @@ def check_gathered_rows(rank):
     assert len(x) == (2, 5, 3)[rank] and torch.equal(gathered[:, 0], torch.arange(5.0))
     (gathered * (rank + 1)).sum().backward()                   # gradients are sums over the group
     assert torch.equal(x.grad, torch.full_like(x, 2 if rank == 1 else 1 + 3))
+    assert rank != 1 or ring_rows(x, 5, group=groups[1]) is x  # one process
+    args = SimpleNamespace(ring=True, precision="bf16")
+    assert isinstance(precision.gather_keys(z[own], 8, args), RingRows)
 
 
 def test_ranks_sum_gradients_and_gather_rows(tmp_path):

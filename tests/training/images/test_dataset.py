@@ -83,14 +83,13 @@ def test_labels_are_numbered_without_gaps(tmp_path):
 def test_neighbours_are_at_most_the_smallest_class():
     """With 200 neighbours, all 14 images of both classes would vote, and the larger class would win."""
     labels = torch.tensor([0] * 6 + [1] * 8)
-    images = SimpleNamespace(train=SimpleNamespace(labels=labels))
-    bank = F.one_hot(labels).float() + 0.01 * torch.randn(14, 2)
-    assert evaluation.neighbours(images) == 6
-    assert evaluation.knn_accuracy(bank, labels, bank, labels, 6) == 100
+    bank = SimpleNamespace(labels=labels, x=F.one_hot(labels).float() + 0.01 * torch.randn(14, 2))
+    images = SimpleNamespace(train=bank, test=bank, encode_split=lambda split, _: split.x)
+    assert evaluation.neighbours(images) == 6 and evaluation.evaluate_knn(None, images) == 100
 
 
 @pytest.mark.parametrize("k", [1, 7, 60])
-def test_knn_accuracy(k):
+def test_knn_accuracy(k, monkeypatch):
     """The k nearest images by cosine vote for their labels with weight exp(cosine / 0.1)."""
     torch.manual_seed(0)
     bank, queries, labels = torch.randn(60, 3), 9 * torch.randn(200, 3), torch.arange(60) % 4
@@ -102,8 +101,11 @@ def test_knn_accuracy(k):
             votes[labels[row]] += (cosine[row] / 0.1).exp()
         predicted.append(votes.argmax())
     truth = torch.arange(200) % 4
-    found = evaluation.knn_accuracy(bank, labels, queries, truth, k=k)
-    assert found == pytest.approx(100 * (torch.stack(predicted) == truth).double().mean().item())
+    splits = [SimpleNamespace(x=x, labels=labels) for x, labels in ((bank, labels), (queries, truth))]
+    images = SimpleNamespace(train=splits[0], test=splits[1], encode_split=lambda split, _: split.x)
+    monkeypatch.setattr(evaluation, "neighbours", lambda images: k)
+    exact = 100 * (torch.stack(predicted) == truth).double().mean().item()
+    assert evaluation.evaluate_knn(None, images) == pytest.approx(exact)
 
 
 def test_linear_probe(tmp_path, monkeypatch):
