@@ -54,7 +54,7 @@ def ring_rows(x, rows, *, group=None):
 
     Pass it to a loss in place of gather_rows(x, rows): as the keys of similarity_lse, info_nce and
     sigmoid_loss, or in the argument `gathered` of info_nce, clip_loss and nt_xent. The loss and its gradients
-    are those with gather_rows, up to rounding. impl="eager" (never "auto") and similar= are refused.
+    are those with gather_rows, up to rounding. impl="eager" and similar= raise; "auto" is never "eager".
 
     x, rows, group  as in gather_rows; x is (n, ..., D), with gradient on all ranks or on none (not checked)
     returns  RingRows of shape (rows, ..., D), on which [own_rows(rows, group=group)] gives x. As with
@@ -120,7 +120,7 @@ def sum_over_blocks(call, needs, gradients_of, targets=None, dlse=None):
     """
     sums, of_block = None, (needs[0] or needs[2], needs[1], False, *needs[3:])
     for hop, block in blocks(call._replace(q=cast(call.q, call.temperature.dtype))):
-        terms = gradients_of(block, of_block, sums)            # of float32 queries: terms are not rounded
+        terms = gradients_of(block, of_block, sums)            # not rounded: q has the dtype of sums here
         sums = list(terms) if sums is None else [
             total if term is None or term is total else total.add_(term) for total, term in zip(sums, terms)]
         del block, terms                                       # free them before more memory is needed
@@ -147,7 +147,7 @@ def softmax_loss(call, both=False):
 
 
 def lse_forward(call, targets):
-    """Return (log-sum-exp (N,) or loss, arguments 3, 4, 5, ... of lse_backward)."""
+    """Return (log-sum-exp (N,) or loss, targets, dloss_dlse, stats, ...): the latter are for lse_backward."""
     is_triton = call.impl == "triton"                          # its statistics are in log2 units
     exp, log, unit = (torch.exp2, torch.log2, math.log(2)) if is_triton else (torch.exp, torch.log, 1)
     stats = new_stats(call.q.new_empty(len(call.q), dtype=call.temperature.dtype))
