@@ -317,30 +317,30 @@ def queue_loss(call, queue, needs):
     return loss, dq, -g * q, gradient_of_temperature(call, q, dq, needs)
 
 
-def sigmoid_loss(call, bias, needs):
+def sigmoid_loss(call, bias, needs, grad=1, sums=None):
     """Return (loss, dq, dk, dτ, db). Unneeded gradients: as in similarity_lse_backward; db is then None.
 
     The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)). y_ij is 1 for positive pairs, which the mask
     excludes, and −1 for other pairs; if the mask excludes nothing, there are no positives. A pair's gradient
-    needs no other logit: each strip is computed once.
+    needs no other logit: each strip is computed once. sums: as in similarity_lse_backward.
     """
     (q, k), temperature = rows_of(call), call.temperature
     n = len(q)
-    dq, dk = zeros_if(needs[0] or needs[2], q), zeros_if(needs[1], k)
+    dq, dk = sums or (zeros_if(needs[0] or needs[2], q), zeros_if(needs[1], k))
     # logits of the positives (∞: no positive, whose terms are 0); Σ_j softplus(s_ij) and Σ_j σ(s_ij)
-    positive, sums = q.new_full((n,), torch.inf), q.new_empty(2, n)
+    positive, totals = q.new_full((n,), torch.inf), q.new_empty(2, n)
     for rows, columns, s in logit_strips(q, k, temperature, call.mask, positive=positive):
         s += bias
-        sums[0, rows] = F.softplus(s, threshold=40).sum(1)   # above 40, softplus(s) equals s even in float64
-        sums[1, rows] = s.sigmoid_().sum(1)
-        add_products(dq, dk, s.div_(n * temperature), q, k, rows, columns)
+        totals[0, rows] = F.softplus(s, threshold=40).sum(1)   # above 40, softplus(s) is s even in float64
+        totals[1, rows] = s.sigmoid_().sum(1)
+        add_products(dq, dk, s.div_(n * temperature / grad), q, k, rows, columns)
     positive += bias
     of_positive = positive.neg().sigmoid()
-    loss = (sums[0] - F.logsigmoid(positive)).sum() / n
+    loss = (totals[0] - F.logsigmoid(positive)).sum() / n
     if call.mask.exclude != "none":
         targets = positive_columns(call.mask, n, len(k), q.device)
-        subtract_positives(dq, dk, q, k, targets, of_positive / n / temperature)
-    db = (sums[1] - of_positive).sum() / n if needs[3] else None
+        subtract_positives(dq, dk, q, k, targets, of_positive * grad / n / temperature)
+    db = (totals[1] - of_positive).sum() * grad / n if needs[3] else None
     return loss, dq, dk, gradient_of_temperature(call, q, dq, needs), db
 
 

@@ -186,8 +186,8 @@ def sigmoid_loss(call, bias):
 def sigmoid_backward(call, grad, bias, needs):
     """Return (dq, dk, dτ, dbias)."""
     def gradients_of(block, needs, sums):
-        _, *gradients = block.compute.sigmoid_loss(block, bias, needs)
-        return [x if x is None else x.mul_(grad) for x in gradients]
+        in_place = [sums[:2]] if sums and call.impl == "blockwise" else []
+        return block.compute.sigmoid_loss(block, bias, needs, grad, *in_place)[1:]
     return sum_over_blocks(call, needs, gradients_of)
 
 

@@ -81,7 +81,7 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
     tl.store(BIAS_GRADIENT, (tl.sum(gradient, 0) * factor).to(tl.float32))
 
 
-def sigmoid_loss(call, bias, needs):
+def sigmoid_loss(call, bias, needs, grad=None):
     """Return (loss, dq, dk, dτ, db). Unneeded ones are empty or None; dq is also computed for dτ."""
     check_device(call.q)
     given, sums = call.rounded, gradient_sums(call, needs)
@@ -107,6 +107,6 @@ def sigmoid_loss(call, bias, needs):
            n if has_positives else 0, 1 / n, BLOCK=1024, enable_fp_fusion=True)
     # this loss has no lse: the field dloss_dlse holds σ(−s⁺_i), the coefficients of the positives
     sides = Sides(SoftmaxSide(dloss_dlse=coefficients), SoftmaxSide())
-    scaling = GradientScaling(None, 1 / n, has_positives, gradient_dtype(call.q.dtype))
+    scaling = GradientScaling(grad, 1 / n, has_positives, gradient_dtype(call.q.dtype))
     dq, dk, dot = finish_gradients(sums, given, sides, scaling, needs[2])
-    return loss, dq, dk, gradient_of_temperature(call, dot, needs), db
+    return loss, dq, dk, gradient_of_temperature(call, dot, needs), db if grad is None else db * grad
