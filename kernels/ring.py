@@ -176,7 +176,7 @@ def lse_backward(call, grad, targets, dloss_dlse, stats, *rest):
 @without_compile
 def sigmoid_loss(call, bias):
     """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which are own keys, else +."""
-    own_positives(call)                                        # checks whether there are any
+    own_positives(call)                                        # raises if the own keys are not the positives
     def forward(call):
         losses = (block.compute.sigmoid_loss(block, bias, [False] * 4)[0] for _, block in blocks(call))
         return sum(losses), bias                               # bias is for backward
