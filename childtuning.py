@@ -17,10 +17,9 @@ The paper trains each mode with ten seeds. These commands do the same; docs/resu
       python childtuning.py --data rte.tsv --dev dev.tsv --mode $mode --seed $seed --out out/rte/$mode-$seed
     done; done
 
-Data: .csv .tsv .json .jsonl with one or two columns of text and one column of labels:
-    text     --text-columns; default: sentence, or sentence1 and sentence2, or else all columns but the label
-    label    --label-column; default: the column label or score, or else the last column
-A label may be any text. If all labels are numbers, and some have a decimal point, the task is regression.
+Data: .csv .tsv .json .jsonl .parquet with one or two columns of texts, and one of labels. --columns names
+them in this order; its help has the default. A label may be any text. If all labels are numbers, and some
+have a decimal point, the task is regression.
 
 Published result: the mean dev score on CoLA, RTE, MRPC and STS-B (GLUE) is 1.5 to 8.6 points above that of
 plain AdamW, depending on the model. In general, mode D is at least as good as mode F. The authors' settings

@@ -376,7 +376,7 @@ def main(argv=None):
         text = "".join(f"{name} {before[name]:.3f} → {after[name]:.3f}, " for name in ("hits", "margin"))
     weights = torch.exp(-model.log_variances).tolist()
     run.finish("{}weights of MLM {:.2f}, RTD {:.2f}, CTS {:.2f}, ".format(text, *weights))
-    log("load", load_hint(run))
+    log("load", load_hint(model, run))
 
 
 if __name__ == "__main__":

@@ -74,11 +74,12 @@ def load_unseen(args):
         import sklearn.neighbors  # noqa: F401
     except ImportError:
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
-    header, _ = read_table(args.ood, names=args.text_columns)
-    _, table = read_table(args.ood, empty_cell, columns=args.text_columns if header else None)
+    columns = args.columns[:-1]
+    header, _ = read_table(args.ood, names=columns)
+    _, table = read_table(args.ood, empty_cell, columns=columns if header else None)
     rows = [(tuple(texts), 0) for _, texts in table]
-    if len(rows[0][0]) != len(args.text_columns):
-        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {len(args.text_columns)} of text in "
+    if len(rows[0][0]) != len(columns):
+        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {len(columns)} of texts in "
              f"{args.data}")
     log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
     return rows

@@ -211,7 +211,7 @@ def main(argv=None):
     before, after = run.extra_state["before"], run.extra_state["saved"]
     run.finish(f"chosen {before['chosen']:.4g} → {after['chosen']:.4g} of at most {after['best']:.4g}, "
                if dev else "")
-    log("load", load_hint(run))
+    log("load", load_hint(model, run))
 
 
 if __name__ == "__main__":

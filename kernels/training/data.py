@@ -23,8 +23,9 @@ from .progress import progress
 # {role: usual column names, as normalise_name returns them}; for REPEATABLE_ROLES also with a number: neg2
 SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
                     "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
-                    "negative": "negative neg hardneg hardnegative contradiction sent2".split()}
+                    "negative": "negative neg hardneg hardnegative wronganswer contradiction sent2".split()}
 REPEATABLE_ROLES = "negative", "candidate"
+SCORED_PAIR = "sentence1", "sentence2", "score"                # column names, in normal form
 OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
                    entity positiveentity negativeentity entitytype page article originentity
                    original synonym antonym""".split()
@@ -142,22 +143,27 @@ class Table:
     path        path of the file
     roles       {role: usual column names}; columns are put in the order of the roles. None: no roles
     columns     columns to read, by name or by number from 1, in the order of the roles; None: all columns
-    names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
+    names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header.
+                These columns, by default all, must not be doubled
     join        True: a cell that is a list becomes one text, joined by |. False: the entries of the list
                 are several positives or negatives of the row (see spread)
+    any_width   True: rows may differ in the number of their negatives, which may be 0
+    flag        the flag by which the user can choose columns, for messages
     Attributes:
     header      names of the columns that are read, with their roles in front ("anchor sent0"); None: no names
     cell_roles  role of each column that is read, such as "anchor"; not set if the columns have no roles
     """
 
-    def __init__(self, path, roles=None, columns=None, names=(), join=False):
+    def __init__(self, path, roles=None, columns=None, names=(), join=False, any_width=False,
+                 flag="--columns"):
         self.path, self.roles, self.columns, self.join = Path(path), roles, columns, join
+        self.names, self.any_width, self.flag = names, any_width, flag
         self.header = self.keys = self.indices = self.header_row = self.count = self.width_of_rows = None
         self.is_unusual = False
         self.kind = self.path.suffix.lower()
         if self.kind not in READERS:
             fail(f"{path}: expected a name that ends in {', '.join(READERS)}")
-        self.find_columns(names)
+        self.find_columns()
 
     def __len__(self):
         return self.count
@@ -170,7 +176,7 @@ class Table:
         """Yield (place, row) for each row after the header. A row is a list, a dict, or a RowError."""
         return itertools.islice(READERS[self.kind](self.path), 0 if self.header_row is None else 1, None)
 
-    def find_columns(self, names):
+    def find_columns(self):
         """Read the first rows, and set keys (the column names if rows are dicts), header, indices
         (positions of the columns to read) and others. Fail if the columns do not fit the roles."""
         first = [row for _, row in itertools.islice(self.raw_rows(), FIRST_ROWS)]
@@ -183,7 +189,7 @@ class Table:
         if isinstance(first[0], dict):
             self.keys = found = [*first[0]]
         elif self.kind in (".csv", ".tsv"):
-            wanted = {normalise_name(name) for name in self.columns or names if not name.isdecimal()}
+            wanted = {normalise_name(name) for name in self.columns or self.names if not name.isdecimal()}
             has_all = wanted and {*map(normalise_name, first[0])} >= wanted
             is_usual = has_all or has_known_names(first[0], self.roles or SENTENCE_COLUMNS)
             if is_usual or looks_like_header(first):
@@ -196,9 +202,10 @@ class Table:
             self.order_by_role(found)
         elif not self.roles:
             self.header = found or None
-            same = [name for name, times in Counter(map(normalise_name, found)).items() if times > 1]
-            if same:
-                fail(f"{self.path}: two columns are called {same[0]!r}, in {join_names(found)}")
+            wanted = {*map(normalise_name, self.names or found)}
+            for name, times in Counter(map(normalise_name, found)).items():
+                if times > 1 and name in wanted:
+                    fail(f"{self.path}: two columns are called {name!r}, in {join_names(found)}")
         if self.roles:
             names = self.header or [role_by_position(i, self.roles) for i in range(self.width)]
             self.cell_roles = [name.split()[0] for name in names]
@@ -217,7 +224,7 @@ class Table:
             if normalise_name(column) not in index_of:
                 expected = f"one of {join_names(found)}, or " if found else ""
                 fail(f"{self.path}: no column {column[:40]}; expected {expected}a number from 1 to "
-                     f"{self.width} in --columns or --dev-columns")
+                     f"{self.width} in {self.flag}")
         self.indices = [index_of[normalise_name(column)] for column in self.columns]
         self.header = [found[i] if found else f"column {i + 1}" for i in self.indices]
         if self.roles:
@@ -239,8 +246,8 @@ class Table:
         elif missing:
             error = f"no {missing[0]} among columns {join_names(names)}"
         if error:
-            fail(f"{self.path}: {error}; choose columns by --columns, by name or number, in the order "
-                 f"{', '.join(order)}")
+            fail(f"{self.path}: {error}; choose columns by {self.flag}, by name or number, in the order "
+                 f"{', '.join(order)}" + (f", or {', '.join(self.names)}" if self.names else ""))
         self.indices = sorted(range(len(names)), key=lambda i: order.index(found[i]))
         self.header = [f"{found[i]} {names[i]}" for i in self.indices]
 
@@ -277,13 +284,14 @@ class Table:
                 texts[role] += cell
             else:
                 texts[role].append(cell)
-        if not all(texts[role] for role in self.cell_roles):
+        needed = self.cell_roles[:2] if self.any_width else self.cell_roles
+        if not all(texts[role] for role in needed):
             raise RowError("an empty list; fill it or delete the row")
         anchor, positives, *others = texts.values()
         others = [*itertools.chain(*others)]
         rows = [[*anchor, positive, *others] for positive in positives]
         self.width_of_rows = self.width_of_rows or len(rows[0])
-        if len(rows[0]) != self.width_of_rows:
+        if len(rows[0]) != self.width_of_rows and not self.any_width:
             raise RowError(f"{len(rows[0])} texts, expected {self.width_of_rows} as in the first row")
         return rows
 
@@ -392,17 +400,14 @@ def log_first_row(table):
     log("first", show_cells(names + more, cells) + header_note(table))
 
 
-def refuse_identifiers(table, columns, flag="--columns"):
+def refuse_identifiers(table, columns):
     """Fail if one of these columns of texts has only numbers, or identifiers such as q12, in its first rows.
-
-    columns   indices of the columns
-    flag      the flag by which the user can choose the columns
-    """
+    columns: indices of the columns."""
     rows = [cells for _, cells in itertools.islice(table, 100)]
     for i in columns:
-        if all(re.fullmatch(IDENTIFIER, cells[i].strip()) for cells in rows):
+        if all(re.fullmatch(IDENTIFIER, cells[i].strip()) for cells in rows if i < len(cells)):
             fail(f"{table.path}: column {i + 1} has no texts but numbers or identifiers, such as "
-                 f"{rows[0][i].strip()[:40]}; choose the columns of texts by {flag}, by name or number")
+                 f"{rows[0][i].strip()[:40]}; choose the columns of texts by {table.flag}, by name or number")
 
 
 def header_note(table):

@@ -29,10 +29,13 @@ def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
 
 
 def test_the_mean_over_test_sets(cwd, bert, capsys):
-    """The last line has the mean score over the files of --test, without --dev."""
+    """The last line has the mean score over the files of --test, without --dev and without the only file of
+    another kind."""
     Path("one.tsv").write_text("A man eats.\tHe eats.\t5\nA dog.\tThe sun.\t0\nIt is.\tIt was.\t4\n")
-    files = ["one.tsv", str(few_pairs(Path(), 30)), "--dev", str(DATA / "sts.tsv")]
+    Path("pairs.csv").write_text("query,positive\nA man eats.,He eats.\nA dog.,It barks.\n")
+    files = ["one.tsv", str(few_pairs(Path(), 30)), "pairs.csv", "--dev", str(DATA / "sts.tsv")]
     simcse.main(["--evaluate", "--model", str(bert), "--pooling", "avg", "--test", *files])
-    *_, one, other, mean = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert [words[0] for words in (one, other, mean)] == ["test"] * 3 and mean[2:] == ["mean"]
-    assert float(mean[1]) == pytest.approx((float(one[1]) + float(other[1])) / 2, abs=0.006)
+    *_, one, two, pairs, mean = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert [words[0] for words in (one, two, pairs, mean)] == ["test"] * 4 and pairs[1] == "MRR@10"
+    assert mean[1] == "Spearman" and mean[3:] == ["mean"]
+    assert float(mean[2]) == pytest.approx((float(one[2]) + float(two[2])) / 2, abs=0.006)

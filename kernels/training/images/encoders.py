@@ -150,8 +150,10 @@ def save_encoder(model, run, size):
 
 
 def load_hint(model, run):
-    """Return a line of Python that loads the model saved in --out."""
+    """Return a line of Python that loads the model saved in --out and its image processor."""
+    out = run.args.out
+    processor = f'processor = AutoImageProcessor.from_pretrained("{out}")'
     if not isinstance(model.encoder, SmallImageResNet):
-        return f'AutoModel.from_pretrained("{run.args.out}")'
-    return ("from kernels.training.images.encoders import load_image_encoder; "
-            f'load_image_encoder("{run.args.out}")')
+        return f'{processor}; model = AutoModel.from_pretrained("{out}")'
+    return (f"from kernels.training.images.encoders import load_image_encoder; {processor}; "
+            f'model = load_image_encoder("{out}")')

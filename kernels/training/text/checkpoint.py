@@ -221,9 +221,10 @@ def pooler_weights(model, head):
     return weights
 
 
-def load_hint(run):
+def load_hint(model, run):
     """Return the line that shows how sentence-transformers and transformers load the saved folder."""
-    return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}")'
+    head = "  (for the head, see docs/use.md)" if model.keep_head else ""
+    return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}"){head}'
 
 
 def save_transformer(run, model, tokenizer, more=None):

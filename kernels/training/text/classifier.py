@@ -33,15 +33,13 @@ from .evaluation import pearson, spearman
 from .models import load_text_model, longest_input
 
 INTEGER = r"-?\d{1,18}"
-LOAD = 'pipeline("text-classification", "{}")'                  # how a user loads the saved folder
 
 
 def classifier_flags(parser):
     """Add the flags that all scripts for classifiers have."""
     add = parser.add_argument
-    add("--text-columns", group="data", nargs="+",
-        help="1 or 2 text columns; default: sentence, or sentence1 and sentence2, or else all but the label")
-    add("--label-column", group="data", help="column of labels; default: label or score, or else the last")
+    parser.add_shared("--columns", shown="sentence, or sentence1 and sentence2, or else all columns but the "
+                                         "label; then label or score, or else the last column")
     add("--task", group="data", choices=("classification", "regression"),
         help="type of task; default inferred from the labels")
     parser.set_defaults(labels=None)                           # load_rows sets labels to the class names
@@ -50,9 +48,8 @@ def classifier_flags(parser):
 def load_rows(path, args):
     """Read a file and print a summary. Return [(tuple of one or two texts, label)]: a label is an index into
     args.labels or, in regression, a number. If args.labels is None, infer_task sets it from this file."""
-    table, texts, label = find_columns(path, args)
-    rows = [(place, tuple(cells[i] for i in texts), normalize("NFC", cells[label].strip()))
-            for place, cells in table]
+    rows = [(place, tuple(texts), normalize("NFC", label.strip()))
+            for place, (*texts, label) in find_columns(path, args)]
     for place, sentences, answer in rows:
         if fault := empty_cell((*sentences, answer)):
             fail(f"{path} {place}: {fault}")
@@ -69,7 +66,7 @@ def load_rows(path, args):
     for place, _, answer in rows:
         if answer not in values:
             fail(f"{path} {place}: label {answer[:40]!r}, expected {wanted}")
-    commonest, kind = max(counts, key=counts.get), "pairs" if len(texts) == 2 else "texts"
+    commonest, kind = max(counts, key=counts.get), "texts" if len(args.columns) == 2 else "pairs"
     log("data", f"{args.task}: {len(rows):,} {kind} from {path}, {len(counts)} labels, "
                 f"{100 * counts[commonest] / len(rows):.1f} % {commonest}")
     return [(sentences, values[answer]) for _, sentences, answer in rows]
@@ -92,35 +89,40 @@ def infer_task(counts, path, args):
 
 
 def find_columns(path, args):
-    """Return (table, indices of the text columns, index of the label column) of a file. Store the names of
-    these columns in args, so that files read later, such as --dev, must have these columns."""
-    asked = (args.text_columns or []) + ([args.label_column] if args.label_column else [])
-    header, table = read_table(path, names=asked)
-    if not header and not args.label_column and table.kind in (".csv", ".tsv"):
-        header = find_label_header(table, args)
-    header = header or [f"column {i + 1}" for i in range(table.width)]
+    """Return the table of a file, with one or two columns of texts, then the labels. Without --columns, print
+    the first row, and set args.columns, so that files read later, such as --dev, must have these columns."""
+    header, table = read_table(path, columns=args.columns)
+    header = find_label_header(table, args) or header or [str(1 + i) for i in range(table.width)]
+    columns = args.columns or usual_columns(header)
+    if len(columns) not in (2, 3):
+        fail(f"{path}: found the columns {join_names(columns)}; expected one or two of texts, then one of "
+             "labels; choose them by --columns, by name or number")
+    if not args.columns:
+        args.columns = table.columns = columns
+        table.select_columns(header)
+        texts = range(len(columns) - 1)
+        refuse_identifiers(table, texts)
+        cells = next(iter(table))[1]
+        log("first", show_cells([*["text" for _ in texts], "label"], cells) + header_note(table))
+    return table
+
+
+def usual_columns(header):
+    """Return the names of the columns of texts, then of labels: sentence, or sentence1 and sentence2, or all
+    but the labels; then label or score, or the last column."""
     names = [normalise_name(name) for name in header]
-    usual = next((name for name in ("label", "score") if name in names), names[-1])
-    label = normalise_name(args.label_column or usual)
+    label = next((name for name in ("label", "score") if name in names), names[-1])
     others = [name for name in names if name not in (label, "")]
     texts = [name for name in ("sentence", "sentence1", "sentence2") if name in others] or others
-    texts = [normalise_name(name) for name in args.text_columns or texts]
-    if not {label, *texts} <= set(names) or label in texts or len(texts) not in (1, 2):
-        fail(f"{path}: columns {join_names(header)}; expected one or two of text (now {join_names(texts)}) "
-             f"and one of labels (now {label[:40]}); name them by --text-columns and --label-column")
-    *indices, last = (names.index(name) for name in (*texts, label))
-    if not args.text_columns:
-        refuse_identifiers(table, indices, "--text-columns")
-        cells = next(iter(table))[1]
-        log("first", show_cells([*["text"] * len(indices), "label"], [cells[i] for i in (*indices, last)])
-            + header_note(table))
-    args.text_columns, args.label_column = [header[i] for i in indices], header[last]
-    return table, indices, last
+    return [header[names.index(name)] for name in (*texts, label)]
 
 
 def find_label_header(table, args):
-    """Return the names in the first row if it is a header, else None. It is one if its last cell is no label:
-    no other row has it, while the labels of the other rows are known (args.labels), repeated, or numbers."""
+    """Return the names in the first row of a .csv or .tsv if it is a header with unknown names, else None. It
+    is one if its last cell is no label: no other row has it, while the labels of the other rows are known
+    (args.labels), repeated, or numbers."""
+    if table.header_row or table.kind not in (".csv", ".tsv"):
+        return None
     row, *rows = (cells for _, cells in table)
     first, others = row[-1].strip(), Counter(cells[-1].strip() for cells in rows)
     if args.labels:
@@ -254,7 +256,7 @@ def finish_run(run, args, text=""):
     scores.pop("step")
     shown = f"{describe_scores(scores, args.labels)} on --dev, " if scores else ""
     run.finish(shown + text)
-    log("load", LOAD.format(args.out))
+    log("load", f'pipeline("text-classification", "{args.out}")  # the model after the last step')
 
 
 def evaluate_model(args, script):

@@ -118,21 +118,23 @@ class SentenceEncoder(torch.nn.Module):
             z = self.head(z)
         return z.float()
 
-    def embed_texts(self, sentences):
-        """Embed a batch of N texts. Return (N, H). Texts are not truncated to --max-length."""
-        texts = [self.default_prompt + text for text in sentences]
+    def embed_texts(self, sentences, prompt=None):
+        """Embed a batch of N texts, each after the prompt (None: default_prompt), without truncation to
+        --max-length. Return (N, H)."""
+        prompt = self.default_prompt if prompt is None else prompt
+        texts = [prompt + text for text in sentences]
         texts = [*map(str.lower, texts)] if self.lower_case else texts
         return self(self.batch(tokenise(texts, self.tokenizer, self.max_length)[0]))
 
     @torch.no_grad()
-    def embed(self, texts):
-        """Embed N texts in eval mode. Return embeddings (M, H) of the M distinct texts, and for each of the N
-        texts the row of its embedding."""
+    def embed(self, texts, prompt=None):
+        """Embed N texts in eval mode, with a prompt as in embed_texts. Return embeddings (M, H) of the M
+        distinct texts, and for each of the N texts the row of its embedding."""
         distinct = sorted(set(texts), key=lambda text: (len(text), text))
         training = self.training
         self.eval()
         bar = progress(range(0, len(distinct), 128), "embedding texts")
-        z = torch.cat([self.embed_texts(distinct[i : i + 128]) for i in bar])
+        z = torch.cat([self.embed_texts(distinct[i : i + 128], prompt) for i in bar])
         self.train(training)
         row_of = {text: i for i, text in enumerate(distinct)}
         return z, [row_of[text] for text in texts]

@@ -1,5 +1,5 @@
-"""Evaluate sentence encoders on scored sentence pairs, and select the best checkpoint. Semantic textual
-similarity (STS) is Spearman's ρ of human scores and cosines."""
+"""Evaluate sentence encoders on held-out data, and select the best checkpoint. Scored sentence pairs give
+Spearman's ρ of scores and cosines (semantic textual similarity, STS). For retrieval, see retrieval.py."""
 import math
 import re
 
@@ -9,43 +9,62 @@ import torch.nn.functional as F
 
 from kernels import similarity_lse
 
-from ..data import NUMBER, join_names, normalise_name, read_table, show_cells
+from ..data import NUMBER, SCORED_PAIR, normalise_name, read_table, show_cells
 from ..errors import fail, log
 from ..run import Run
 from .checkpoint import load_hint, save
 from .encoders import build_encoder, describe_model
+from .retrieval import Retrieval, evaluate_retrieval, load_retrieval
 
-NAMES = "sentence1", "sentence2", "score"
+# {score: its name in messages}. The first score of an evaluation selects the best checkpoint.
+SHOWN = {"spearman": "Spearman", "mrr@10": "MRR@10", "accuracy@1": "accuracy@1", "recall@10": "recall@10",
+         "ndcg@10": "nDCG@10"}
 
 
-def load_sts(path, columns=None):
-    """Read [(sentence1, sentence2, score)] from a file. All its subsets form one list (STS setting "all").
+def load_held_out(path, columns=None):
+    """Read a file of --dev or --test: scored pairs [(sentence1, sentence2, score)], or a Retrieval. All pairs
+    form one list (STS setting "all").
 
-    columns   names or numbers of the three columns (--dev-columns); None: find the columns by the header.
-              A file without a header must have three columns, with the score first or last
+    columns   names or numbers of the columns (--dev-columns). Three columns are scored pairs if the last one
+              has numbers. None: the header decides; if there is none, also numbers in the first of three
+              columns are scores
     """
-    header, table = read_table(path, columns=columns, names=NAMES)
-    first = next(iter(table))[1]
-    names = [*NAMES] if columns else [normalise_name(name) for name in header or []]
-    if not names and len(first) == 3:          # score last or, if the last cell is not a number, first
-        names = [*NAMES] if re.fullmatch(f"({NUMBER})?", first[2].strip()) else [NAMES[2], *NAMES[:2]]
-        log("note", f"{path} has no header; its first row is read as {show_cells(names, first)}")
-    if not {*NAMES} <= {*names}:
-        found = join_names(header or [f"{len(first)} columns without a header"])
-        fail(f"{path}: found {found}; expected {', '.join(NAMES)}, or 3 columns with the score first or last;"
-             " choose them by --dev-columns, by name or number")
+    header, table = read_table(path, columns=columns, names=SCORED_PAIR, join=True, flag="--dev-columns")
+    by_column, names = [*zip(*(cells for _, cells in table))], []
+    if header and not columns:
+        names = [normalise_name(name) for name in header]
+    elif len(by_column) == 3 and are_scores(by_column[2]):
+        names = [*SCORED_PAIR]
+    elif len(by_column) == 3 and are_scores(by_column[0]) and not columns:
+        names = [SCORED_PAIR[2], *SCORED_PAIR[:2]]
+    if not {*SCORED_PAIR} <= {*names}:
+        return load_retrieval(path, columns)
+    if not header:
+        first = show_cells(names, next(iter(table))[1])
+        log("note", f"{path} has no header; its first row is read as {first}")
+    return read_pairs(table, names)
+
+
+def are_scores(cells):
+    """Return whether at least half of the cells that are not empty are numbers."""
+    filled = [cell.strip() for cell in cells if cell.strip()]
+    return 2 * sum(re.fullmatch(NUMBER, cell) is not None for cell in filled) >= len(filled) > 0
+
+
+def read_pairs(table, names):
+    """Return the scored pairs [(sentence1, sentence2, score)] of a table with columns of these names."""
     pairs = []
     for place, cells in table:
-        one, two, score = (" ".join(cells[names.index(name)].split()) for name in NAMES)
+        one, two, score = (" ".join(cells[names.index(name)].split()) for name in SCORED_PAIR)
         if not one or not two:
-            fail(f"{path} {place}: an empty sentence")
+            fail(f"{table.path} {place}: an empty sentence")
         if score and not (re.fullmatch(NUMBER, score) and math.isfinite(float(score))):
-            fail(f"{path} {place}: score {score[:40]!r}, expected a number, such as one from 0 to 5")
+            fail(f"{table.path} {place}: score {score[:40]!r}, expected a number, such as one from 0 to 5")
         if score:                              # pairs without a score, as in SemEval files, are skipped
             pairs.append((one, two, float(score)))
     if len({score for *_, score in pairs}) < 2:
-        fail(f"{path}: {len(pairs)} scored pairs whose scores are all equal, expected at least 2 different "
-             "scores: without them there is no correlation")
+        fail(f"{table.path}: {len(pairs)} scored pairs whose scores are all equal, expected at least 2 "
+             "different scores: without them there is no correlation")
     return pairs
 
 
@@ -64,13 +83,16 @@ def spearman(a, b):
 
 
 @torch.no_grad()
-def evaluate(model, pairs, impl="auto"):
-    """Score a model on pairs, without truncation to --max-length. Return {"spearman": 100 ρ} and, as in Wang
-    and Isola 2020, "alignment" of pairs scored above 4 (if none has above 5), "uniformity" of sentences."""
-    z, indices = model.embed([pair[side] for side in (0, 1) for pair in pairs])
+def evaluate(model, data, impl="auto"):
+    """Score a model on data of load_held_out, without truncation to --max-length. Return the scores of
+    evaluate_retrieval or, for pairs, {"spearman": 100 ρ} and, as in Wang and Isola 2020, "alignment" of pairs
+    scored above 4 (if none has above 5), "uniformity" of sentences."""
+    if isinstance(data, Retrieval):
+        return evaluate_retrieval(model, data, impl)
+    z, indices = model.embed([pair[side] for side in (0, 1) for pair in data])
     z = F.normalize(torch.nan_to_num(z), dim=1, eps=1e-8)
     one, two = z[indices].double().chunk(2)
-    scores = np.array([pair[2] for pair in pairs])
+    scores = np.array([pair[2] for pair in data])
     result = {"spearman": 100 * spearman((one * two).sum(1).cpu().numpy(), scores)}
     near = torch.from_numpy(scores > 4).to(z.device)
     if near.any() and scores.max() <= 5:
@@ -81,14 +103,19 @@ def evaluate(model, pairs, impl="auto"):
     return result
 
 
+def show_scores(scores):
+    """Return scores as text, such as "MRR@10 90.12, accuracy@1 85.00", without alignment and uniformity."""
+    return ", ".join(f"{shown} {scores[name]:.2f}" for name, shown in SHOWN.items() if name in scores)
+
+
 class Evaluator:
     """The evaluation data of a run. --dev selects the best checkpoint, which --test scores at the end. All
     files are read and checked before the first step."""
 
     def __init__(self, args):
         self.args = args
-        self.dev = load_sts(args.dev, args.dev_columns) if args.dev else []
-        self.tests = {path: load_sts(path, args.dev_columns) for path in args.test}
+        self.dev = load_held_out(args.dev, args.dev_columns) if args.dev else None
+        self.tests = {path: load_held_out(path, args.dev_columns) for path in args.test}
         if args.evaluate and not (self.dev or self.tests):
             fail("--evaluate: nothing to evaluate; give --dev or --test")
 
@@ -97,7 +124,7 @@ class Evaluator:
         if self.dev and run.step == 0:
             run.log_initial_scores(evaluate(model, self.dev, self.args.impl))
         if self.dev:
-            log("before", f"dev Spearman {run.extra_state['before']['spearman']:.2f}")
+            log("before", f"dev {show_scores(run.extra_state['before'])}")
 
     def evaluate_and_save(self, model, run):
         """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
@@ -105,33 +132,37 @@ class Evaluator:
         if scores.get("uniformity", -1) > -1e-3:               # 0 if all embeddings are equal
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
-        shown = f"{scores['spearman']:.2f}" if scores else ""
-        if run.should_save(scores, by="spearman", shown=shown):
+        first = next(iter(scores), None)
+        if run.should_save(scores, by=first, shown=f"{scores[first]:.2f}" if scores else ""):
             save(model, run)
 
     def finish(self, model, run):
         """Load the best checkpoint. Print its test scores and the Python code that loads this checkpoint."""
         model.restore(run.out)
-        self.print_test_scores(model)
-        before, best = run.extra_state["before"], run.extra_state["saved"]
-        rise = ""
+        before, best, rise = run.extra_state["before"], run.extra_state["saved"], ""
         if self.dev:
-            rise = f"dev Spearman {before['spearman']:.2f} → {best['spearman']:.2f} at step {best['step']}, "
+            first = next(iter(before))
+            rise = f"dev {SHOWN[first]} {before[first]:.2f} → {best[first]:.2f} at step {best['step']}, "
+        if isinstance(self.dev, Retrieval):                    # it has more scores than `rise` shows
+            log("dev", f"{show_scores(best)}  {self.args.dev}")
+        self.print_test_scores(model)
         run.finish(rise)
-        log("load", load_hint(run))
+        log("load", load_hint(model, run))
 
     def print_test_scores(self, model):
-        """Print the score of each file of --test, and the mean of the rounded scores, as papers do."""
-        scores = [self.print_score("test", model, path, pairs) for path, pairs in self.tests.items()]
-        if scores:
-            log("test", f"{np.mean(scores):.2f}  mean")
+        """Print the scores of each file of --test, and the mean of the rounded first scores, as papers do."""
+        scores = [self.print_scores("test", model, path, data) for path, data in self.tests.items()]
+        for first in ("spearman", "mrr@10"):
+            rounded = [round(score[first], 2) for score in scores if first in score]
+            if len(rounded) > 1:
+                log("test", f"{SHOWN[first]} {np.mean(rounded):.2f}  mean")
 
-    def print_score(self, word, model, path, pairs):
-        """Print and return the model's score on the scored pairs of a file. The line begins with `word`."""
-        scores = evaluate(model, pairs, self.args.impl)
-        more = (f"{name} {scores[name]:.3f}  " for name in ("alignment", "uniformity") if name in scores)
-        log(word, f"{scores['spearman']:.2f}  {''.join(more)}{path}")
-        return round(scores["spearman"], 2)
+    def print_scores(self, word, model, path, data):
+        """Print and return the model's scores on a file. The line begins with `word`."""
+        scores = evaluate(model, data, self.args.impl)
+        more = (f"  {name} {scores[name]:.3f}" for name in ("alignment", "uniformity") if name in scores)
+        log(word, f"{show_scores(scores)}{''.join(more)}  {path}")
+        return scores
 
 
 def evaluate_model(evaluator, script, pooling="cls"):
@@ -140,5 +171,5 @@ def evaluate_model(evaluator, script, pooling="cls"):
     model = build_encoder(args, run, pooling).to(run.device)
     log("model", describe_model(model, args))
     if args.dev:
-        evaluator.print_score("dev", model, args.dev, evaluator.dev)
+        evaluator.print_scores("dev", model, args.dev, evaluator.dev)
     evaluator.print_test_scores(model)

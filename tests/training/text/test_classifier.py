@@ -17,7 +17,7 @@ NAMED = '{"premise": "A", "hypothesis": "B", "gold": 1}\n{"premise": "C", "hypot
 
 @pytest.mark.parametrize("kind, content, flags, texts, answer, labels", [
     ("tsv", PAIRS, "", ("A 1.", "B 1."), "yes", "no yes"),
-    ("tsv", PAIRS, "--label-column relatedness", ("A 1.", "B 1."), 0.5, ""),
+    ("tsv", PAIRS, "--columns sentence1 sentence2 relatedness", ("A 1.", "B 1."), 0.5, ""),
     ("csv", MOVES, "", ("Oh, no.",), "9", "-1 9 10"),
     ("jsonl", NAMED, "", ("C", "D"), "0", "0 1")])
 def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels):

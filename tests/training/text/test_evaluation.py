@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import loss_formulas as formulas
 from kernels.training.text.encoders import SentenceEncoder
-from kernels.training.text.evaluation import evaluate, load_sts, spearman
+from kernels.training.text.evaluation import evaluate, load_held_out, spearman
 from running import embed_unbatched
 
 
@@ -35,11 +35,11 @@ def test_spearman():
     ("sick.tsv", 'pair_ID\tsentence_A\tsentence_B\trelatedness\n1\t"A" cat.\tIt eats.\t5\n2\tB\tC\t0\n',
      ["sentence_A", "sentence_B", "relatedness"]),
     ("raw.tsv", 'news\t2012\t1\t5\t"A" cat.\tIt eats.\nnews\t2012\t2\t0\tB\tC\n', ["5", "6", "4"])])
-def test_load_sts(tmp_path, name, content, columns):
+def test_scored_pairs(tmp_path, name, content, columns):
     """Columns are found by known names, or chosen by name (SICK) or number (STS-B); otherwise the last column
     has the score. Only .csv files have quotes. The pair E, F has no score and is skipped."""
     (tmp_path / name).write_text(content)
-    assert load_sts(tmp_path / name, columns) == [('"A" cat.', "It eats.", 5.0), ("B", "C", 0.0)]
+    assert load_held_out(tmp_path / name, columns) == [('"A" cat.', "It eats.", 5.0), ("B", "C", 0.0)]
 
 
 def test_evaluate(bert):
