@@ -17,8 +17,8 @@ steps of length β along the gradient of Σ_i log Σ_k exp(cos(z1_i, n_k) / τ_u
     torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
 
 Data: a .txt file with one sentence per line, or one column of a .csv .tsv .json .jsonl or .parquet file.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
-the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
+hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
 
 Published result of the released code (the third command with --form code): BERT-base reaches a mean
 Spearman × 100 of 77.22 on seven STS test sets (SimCSE: 76.25). No result is published for --form paper.

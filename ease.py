@@ -30,8 +30,8 @@ Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns 
     entity_type                      types of the entity, separated by |. Without negative_entity, one type is
                                      drawn at random: its entities that are not on the page are candidates
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
-the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
+hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
 
 Published results of the released code (second command with --form code), mean Spearman of seven STS sets:
 BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). No result is published for --form paper.

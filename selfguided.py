@@ -22,8 +22,8 @@ Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parqu
 cell. The script reads --columns, or else sentence1 and sentence2, or else all columns but numbers and ids.
 A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B,
 including its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
-the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
+hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
 
 Published Spearman correlation (times 100) of BERT-base with the first command: 77.23 on STS-B test, and 74.62
 on average over seven STS test sets.

@@ -22,8 +22,8 @@ their order. The number of columns decides the kind of training:
     3 columns  anchor, positive, hard negative  I ate an apple.,Someone ate fruit.,Nobody ate.
     4 or more  with several hard negatives      I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
 A JSON row with lists, {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}, is read as one row per positive.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
-the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
+hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
 
 Published results of BERT-base (Spearman × 100), for the second and the third command:
     unsupervised    82.5 on STS-B dev    76.25 as the mean of seven STS test sets

@@ -22,8 +22,8 @@ Data: a .txt file has one sentence per line; .csv .tsv .json .jsonl .parquet fil
 --columns, else by a header with common names (sentence1 sentence2, query positive ...), else by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
-Scored pairs for --dev and --test: columns sentence1, sentence2, score, or --dev-columns. Without a header,
-the score is the first or last column. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
+hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
 
 Published results, mean Spearman of seven STS test sets, for the second command:
     RoBERTa-base     76.96 (SimCSE 76.57)

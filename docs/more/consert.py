@@ -21,7 +21,7 @@ The cutoffs and embedding_dropout change the input of the encoder's first layer,
 --adversarial needs positives. It adds noise to the same input, of anchors only, along the loss's gradient.
 
 Data: a .txt file with one sentence per line, or a table with one column (sentences) or two (anchors
-and positives). --dev, --test: columns sentence1, sentence2, score, or those of --dev-columns.
+and positives). --dev and --test: as for simcse.py.
 
 Published result of BERT-base: 72.74 after and 53.86 before training (mean Spearman × 100 of seven STS test
 sets; use --evaluate --pooling avg_top2). The second command above uses the settings of this training if

@@ -14,7 +14,7 @@ mean of the positives of anchor z_i; if z_i is a mean, z_i' is its anchor. s(i, 
     torchrun --nproc-per-node 4 docs/more/declutr.py --data documents.jsonl --out out/declutr-4
 
 Data: a .txt file has one document per line; other files have a column of documents. A document needs at least
-2 · A · --max-length tokens for A anchors, else it is skipped. --dev, --test: sentence1, sentence2, score.
+2 · A · --max-length tokens for A anchors, else it is skipped. --dev and --test: as for simcse.py.
 
 Published result of DistilRoBERTa: 77.50 after and 72.58 before training (mean of SentEval's downstream tasks
 without SNLI). The first command above uses the settings of this training if

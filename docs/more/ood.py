@@ -79,8 +79,7 @@ def load_unseen(args):
     _, table = read_table(args.ood, empty_cell, columns=columns if header else None)
     rows = [(tuple(texts), 0) for _, texts in table]
     if len(rows[0][0]) != len(columns):
-        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {len(columns)} of texts in "
-             f"{args.data}")
+        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {len(columns)} of texts in {args.data}")
     log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
     return rows
 

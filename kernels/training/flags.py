@@ -89,7 +89,7 @@ SHARED_FLAGS = {
     "--dev": dict(group="evaluation", reads="held-out data",
                   help="held-out data for evaluation during training, in a format described above"),
     "--dev-columns": dict(group="evaluation", nargs="+",
-                          help="columns of --dev and --test, in an order described above: names, or numbers"),
+                          help="columns of --dev and --test, in the order described above: names or numbers"),
     "--test": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
                    help="more files like --dev, which the model is scored on at the end; default none"),
     "--eval-every": dict(group="evaluation", type=at_least(1, int),

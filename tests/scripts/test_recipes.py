@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel
 
+import kernels
 import running
 import simcse
 from families import small_model
@@ -39,6 +40,11 @@ def edit(text, diff):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     return text
+
+
+def unit(*shape):
+    """Return random rows of unit length in float64."""
+    return F.normalize(torch.randn(shape, dtype=torch.float64), dim=1)
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +155,33 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
     assert result.losses[0] == pytest.approx(simcse.simcse_loss(z1, z2).item(), abs=1e-4)
 
 
+def test_losses_without_a_copy():
+    """Captions of the same image are no negatives. Rows that share labels are positives, weighted by their
+    number. Label smoothing is that of PyTorch."""
+    names = vars(kernels) | dict(torch=torch, F=F)
+    for block in re.findall(r"^```python\n(def .*?)^```$", PARTS[0], re.M | re.S):
+        exec(block, names)
+    images, ids = unit(64, 16), torch.arange(64).repeat_interleave(5)
+    captions, images = F.normalize(images[ids] + 0.1 * unit(320, 16), dim=1), images[ids]
+    is_same = (ids[:, None] == ids).fill_diagonal_(False)
+    s = (images @ captions.T / 0.1).masked_fill(is_same, -torch.inf)
+    wanted = sum(F.cross_entropy(logits, torch.arange(320)) for logits in (s, s.T)) / 2
+    torch.testing.assert_close(names["captions_loss"](images, captions, ids, 0.1), wanted)
+    assert names["captions_loss"](images, images, ids, 0.01) < 1e-3
+    assert 1.609 < kernels.clip_loss(images, images, 0.01) < 1.61
+    z, labels = unit(12, 16), (torch.rand(12, 4) < 0.4).double()
+    weights = (labels @ labels.T).fill_diagonal_(0)
+    log_p = (z @ z.T / 0.2).fill_diagonal_(-torch.inf).log_softmax(1).fill_diagonal_(0)
+    wanted = -(weights * log_p).sum(1) / weights.sum(1).clamp(min=1)
+    torch.testing.assert_close(names["multi_label_loss"](z, labels, 0.2), wanted.mean())
+    one = F.one_hot(torch.arange(12) % 5, 5).double()
+    wanted = kernels.sup_con_loss(z[:, None], one.argmax(1), 0.07)
+    torch.testing.assert_close(names["multi_label_loss"](z, one), wanted)
+    h, weight, targets = unit(9, 16), unit(30, 16) * 9, torch.arange(9)
+    wanted = F.cross_entropy(h @ weight.T, targets, label_smoothing=0.1)
+    torch.testing.assert_close(names["smoothed_loss"](h, weight, targets), wanted)
+
+
 def test_tensorboard(tmp_path, monkeypatch):
     """All numbers in metrics.jsonl are sent with their steps."""
     tensorboard = MagicMock()
@@ -171,16 +204,17 @@ def trained(tmp_path_factory):
 
 
 def test_mined_hard_negatives(trained, tmp_path, monkeypatch):
-    """A negative is a positive of another row, and simcse.py finds the columns."""
+    """A negative is a positive of another row, or a text of the corpus, and simcse.py finds the columns."""
     pytest.importorskip("datasets")
     monkeypatch.chdir(running.ROOT)
     code, = re.findall(r"^```python\n(.*?)^```$", SECTIONS["Mined hard negatives"], re.M | re.S)
     exec(code.replace("out/first", str(trained)).replace("triples.csv", str(tmp_path / "a.csv")), {})
     args = simcse.make_parser().parse_args(["--data", str(tmp_path / "a.csv"), "--model", "scratch"])
     rows = [cells for _, cells in simcse.load_data(args.data, args)]
-    positives = {row[1] for row in NLI}
+    positives, corpus = {row[1] for row in NLI}, {text for text, in running.SENTENCES}
     assert args.mode == "supervised" and len(rows) > 100
-    assert all(negative in positives - {positive} for _, positive, negative in rows)
+    assert all(negative in positives | corpus and negative != positive for _, positive, negative in rows)
+    assert {row[2] for row in rows} & corpus and {row[2] for row in rows} & positives
 
 
 def test_labelled_texts(trained, capsys, monkeypatch):
