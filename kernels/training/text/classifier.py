@@ -89,8 +89,8 @@ def infer_task(counts, path, args):
 
 
 def find_columns(path, args):
-    """Return the table of a file, with one or two columns of texts, then the labels. Without --columns, print
-    the first row, and set args.columns, so that files read later, such as --dev, must have these columns."""
+    """Return the table of a file, with one or two columns of texts, then the labels, and print its first row.
+    If args.columns is not set, set it, so that files read later, such as --dev, must have these columns."""
     header, table = read_table(path, columns=args.columns)
     header = find_label_header(table, args) or header or [str(1 + i) for i in range(table.width)]
     columns = args.columns or usual_columns(header)
@@ -100,10 +100,9 @@ def find_columns(path, args):
     if not args.columns:
         args.columns = table.columns = columns
         table.select_columns(header)
-        texts = range(len(columns) - 1)
-        refuse_identifiers(table, texts)
-        cells = next(iter(table))[1]
-        log("first", show_cells([*["text" for _ in texts], "label"], cells) + header_note(table))
+        refuse_identifiers(table, range(len(columns) - 1))
+    names = [*("text" for _ in columns[1:]), "label"]
+    log("first", show_cells(names, next(iter(table))[1]) + header_note(table))
     return table
 
 
