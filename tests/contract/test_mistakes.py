@@ -78,6 +78,7 @@ MISTAKES = [
     ("simcse --dev a.jsonl", {"a.jsonl": '{"query": "A", "pos": []}\n'}, "a.jsonl line 1 | an empty list"),
     ("simcse --dev few.csv --dev-columns sent0", {}, "few.csv | 1 column | query, positive | --dev-columns"),
     ("simcse --dev a.csv", {"a.csv": "query,positive\nA,B\nC,B\n"}, "a.csv | the same text | 2 different"),
+    ("simcse --dev few.csv --dev-columns sent0 none", {}, "no column none | sent1 | --dev-columns"),
     ("simcse --dev few.txt", {}, "few.txt | 1 column | sentence1 | query, positive"),
     ("childtuning --dev a.tsv", {"a.tsv": "sentence\tlabel\nA\tkitchen\nB\tgarden\n"},
      "a.tsv line 3 | garden | topics.tsv | kitchen"),

@@ -45,7 +45,7 @@ def test_reading(name, rows, header, columns, order, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, rows, header, columns", [
-    ("a.csv", [["A", "B", "5"], ["C", "D", "1"]], None, None),
+    ("a.csv", [["5", "A", "B"], ["1", "C", "D"]], None, None),
     ("a.csv", [["A", "B", "5"], ["C", "D", ""], ["E", "F", "1"]], ["query", "answer", "n"], ["1", "2", "3"]),
     ("a.jsonl", [dict(query="q", sentence1="A", sentence2="B", score=n) for n in (0, 1)], None, None)])
 def test_two_texts_and_a_number_are_a_scored_pair(name, rows, header, columns, tmp_path):
