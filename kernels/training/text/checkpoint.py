@@ -223,8 +223,8 @@ def pooler_weights(model, head):
 
 def load_hint(model, run):
     """Return the line that shows how sentence-transformers and transformers load the saved folder."""
-    head = "  (for the head, see docs/use.md)" if model.keep_head else ""
-    return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}"){head}'
+    note = "  (for head and prompts, see docs/use.md)" if model.keep_head or any(model.prompts) else ""
+    return f'SentenceTransformer("{run.args.out}")  or  AutoModel.from_pretrained("{run.args.out}"){note}'
 
 
 def save_transformer(run, model, tokenizer, more=None):

@@ -32,6 +32,7 @@ def write(path, rows, header=None):
     ("a.csv", ROWS, ["frage", "antwort", "falsch"], None, "ABCD"),             # by position: one positive
     ("a.csv", [row[::-1] for row in ROWS], ["no", "yes", "text"], ["text", "yes", "no"], "ABCD"),
     ("a.csv", [["1", *row] for row in ROWS], None, ["2", "3", "4"], "ABCD"),
+    ("a.csv", [[*row, "B."] for row in ROWS], ["query", "pos", "neg", "neg"], None, "ABCD"),
     ("a.jsonl", LISTS, None, None, "ABDC"), ("a.jsonl", ROWS, None, None, "ABCD")])
 def test_reading(name, rows, header, columns, order, tmp_path, capsys):
     """All rows of a query count. A text that is both a positive and a negative of a query is a positive. Rows
@@ -46,11 +47,18 @@ def test_reading(name, rows, header, columns, order, tmp_path, capsys):
 
 @pytest.mark.parametrize("name, rows, header, columns", [
     ("a.csv", [["5", "A", "B"], ["1", "C", "D"]], None, None),
-    ("a.csv", [["A", "B", "5"], ["C", "D", ""], ["E", "F", "1"]], ["query", "answer", "n"], ["1", "2", "3"]),
+    ("a.csv", [["A", "B", score] for score in ("5", "", "", "", "1")], ["query", "pos", "n"], [*"123"]),
     ("a.jsonl", [dict(query="q", sentence1="A", sentence2="B", score=n) for n in (0, 1)], None, None)])
 def test_two_texts_and_a_number_are_a_scored_pair(name, rows, header, columns, tmp_path):
     pairs = load_held_out(write(tmp_path / name, rows, header), columns)
     assert isinstance(pairs, list) and pairs[0][:2] == ("A", "B") and len(pairs) == 2
+
+
+def test_columns_that_are_chosen_begin_with_a_query(tmp_path):
+    """Without --dev-columns, the numbers would be scores."""
+    path = write(tmp_path / "a.csv", [["1", "A.", "B."], ["2", "C.", "A."]])
+    assert load_held_out(path, ["1", "2", "3"]).queries == ["1", "2"]
+    assert load_held_out(path) == [("A.", "B.", 1.0), ("C.", "A.", 2.0)]
 
 
 @pytest.fixture
