@@ -58,7 +58,7 @@ SHARED_FLAGS = {
                         "(those of the model's pooler); if not given, those of the head saved with --model, "
                         "else random"),
     "--prompt": dict(group="model", nargs="+", metavar="TEXT",
-                     help="text before each input: one for all columns, two (first, others), or one per column"),
+                     help="text before each input: one for all columns, two (first, others), or one each"),
     "--temperature": dict(type=at_least(1e-4), help="temperature τ, by which similarities are divided"),
     "--adversarial": dict(type=at_least(0),
                           help="L2 norm of an adversarial perturbation, which is added to the token "
