@@ -74,12 +74,12 @@ def load_unseen(args):
         import sklearn.neighbors  # noqa: F401
     except ImportError:
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
-    columns = args.columns[:-1]
+    count, columns = args.widths[0] - 1, (args.columns or ())[:-1]             # None: --data has no header
     header, _ = read_table(args.ood, names=columns)
-    _, table = read_table(args.ood, empty_cell, columns=columns if header else None)
+    _, table = read_table(args.ood, empty_cell, columns=columns if header and columns else None)
     rows = [(tuple(texts), 0) for _, texts in table]
-    if len(rows[0][0]) != len(columns):
-        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {len(columns)} of texts in {args.data}")
+    if len(rows[0][0]) != count:
+        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {count} of texts in {args.data}")
     log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
     return rows
 

@@ -26,13 +26,14 @@ SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 te
                     "negative": "negative neg hardneg hardnegative wronganswer contradiction sent2".split()}
 REPEATABLE_ROLES = "negative", "candidate"
 SCORED_PAIR = "sentence1", "sentence2", "score"                # column names, in normal form
-OTHER_COLUMNS = """hypothesis score similarity label goldlabel class category id idx index genre subset
-                   entity positiveentity negativeentity entitytype page article originentity
-                   original synonym antonym""".split()
+NO_TEXTS = "score similarity relatedness label goldlabel class category id idx index genre subset".split()
+OTHER_COLUMNS = [*NO_TEXTS, *"""hypothesis entity positiveentity negativeentity entitytype page article
+                                originentity original synonym antonym""".split()]
 FIRST_ROWS = 20                                                # rows that are read first, to find the columns
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
 NAME = r"[^\W\d_][\w-]*"                                      # what an unusual column name looks like
 IDENTIFIER = r"[\w.:/+-]*\d[\w.:/+-]*"                          # a number, or a word with a digit
+LETTER = r"[^\W\d_]"
 QUOTED = "a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or without quotes"
 SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 csv.field_size_limit(2**24)                                    # in characters; Python's default is 131,072
@@ -143,8 +144,7 @@ class Table:
     path        path of the file
     roles       {role: usual column names}; columns are put in the order of the roles. None: no roles
     columns     columns to read, by name or by number from 1, in the order of the roles; None: all columns
-    names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header.
-                These columns, by default all, must not be doubled
+    names       column names: if the first row of a .csv or .tsv contains all of them, the row is a header
     join        True: a cell that is a list becomes one text, joined by |. False: the entries of the list
                 are several positives or negatives of the row (see spread)
     any_width   True: rows may differ in the number of their negatives, which may be 0
@@ -202,10 +202,9 @@ class Table:
             self.order_by_role(found)
         elif not self.roles:
             self.header = found or None
-            wanted = {*map(normalise_name, self.names or found)}
-            for name, times in Counter(map(normalise_name, found)).items():
-                if times > 1 and name in wanted:
-                    fail(f"{self.path}: two columns are called {name!r}, in {join_names(found)}")
+            same = [name for name, times in Counter(map(normalise_name, found)).items() if times > 1]
+            if same:
+                fail(f"{self.path}: two columns are called {same[0]!r}, in {join_names(found)}")
         if self.roles:
             names = self.header or [role_by_position(i, self.roles) for i in range(self.width)]
             self.cell_roles = [name.split()[0] for name in names]
@@ -226,6 +225,8 @@ class Table:
                 fail(f"{self.path}: no column {column[:40]}; expected {expected}a number from 1 to "
                      f"{self.width} in {self.flag}")
         self.indices = [index_of[normalise_name(column)] for column in self.columns]
+        if len({*self.indices}) < len(self.indices):
+            fail(f"{self.path}: {self.flag} {' '.join(self.columns)}: a column occurs twice")
         self.header = [found[i] if found else f"column {i + 1}" for i in self.indices]
         if self.roles:
             self.header = [f"{role_by_position(i, self.roles)} {name}" for i, name in enumerate(self.header)]
@@ -392,22 +393,36 @@ def describe_table(table, header):
 
 
 def log_first_row(table):
-    """Print the first row with the role of each cell, so that the user can check the roles."""
+    """Print the first row with the role of each cell, so that the user can check the roles. Columns without
+    texts are refused, unless --columns chooses them, or --dev-columns by usual names for texts."""
     cells, names = next(iter(table))[1], table.cell_roles
     more = names[-1:] * (len(cells) - len(names))              # one column may contain lists of negatives
-    if not table.columns:
+    usual = [role_of(name.partition(" ")[2], table.roles) for name in table.header or ()]
+    if not table.columns or table.flag != "--columns" and usual != names:
         refuse_identifiers(table, range(len(cells)))
     log("first", show_cells(names + more, cells) + header_note(table))
 
 
 def refuse_identifiers(table, columns):
-    """Fail if one of these columns of texts has only numbers, or identifiers such as q12, in its first rows.
-    columns: indices of the columns."""
+    """Fail if one of these columns has no texts, by its name, or because at least half of its first cells are
+    numbers or identifiers such as q12, or have no letter. columns: indices of the columns."""
     rows = [cells for _, cells in itertools.islice(table, 100)]
+    names = [normalise_name(name.partition(" ")[2]) for name in table.header or ()]    # without roles
     for i in columns:
-        if all(re.fullmatch(IDENTIFIER, cells[i].strip()) for cells in rows if i < len(cells)):
-            fail(f"{table.path}: column {i + 1} has no texts but numbers or identifiers, such as "
-                 f"{rows[0][i].strip()[:40]}; choose the columns of texts by {table.flag}, by name or number")
+        cells = [row[i].strip() for row in rows if i < len(row)]
+        others = [cell for cell in cells if re.fullmatch(IDENTIFIER, cell) or not re.search(LETTER, cell)]
+        if 2 * len(others) >= len(cells) or table.roles and i < len(names) and names[i] in NO_TEXTS:
+            fail(f"{table.path}: column {i + 1} has no texts but numbers, labels or identifiers, such as "
+                 f"{cells[0][:40]}; choose the columns of texts by {table.flag}, by name or number")
+
+
+def are_scores(cells, name=""):
+    """Return whether a column has scores: by its name or, if this is not one of negatives, because at least
+    half of its cells that are not empty are numbers."""
+    if normalise_name(name) in NO_TEXTS or role_of(name, SENTENCE_COLUMNS) == "negative":
+        return normalise_name(name) in NO_TEXTS
+    filled = [cell.strip() for cell in cells if cell.strip()]
+    return 2 * sum(re.fullmatch(NUMBER, cell) is not None for cell in filled) >= len(filled) > 0
 
 
 def header_note(table):

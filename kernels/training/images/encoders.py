@@ -151,9 +151,9 @@ def save_encoder(model, run, size):
 
 def load_hint(model, run):
     """Return a line of Python that loads the model saved in --out and its image processor."""
+    start, load = "", "AutoModel.from_pretrained"
+    if isinstance(model.encoder, SmallImageResNet):
+        load = "load_image_encoder"
+        start = f"from kernels.training.images.encoders import {load}; "
     out = run.args.out
-    processor = f'processor = AutoImageProcessor.from_pretrained("{out}")'
-    if not isinstance(model.encoder, SmallImageResNet):
-        return f'{processor}; model = AutoModel.from_pretrained("{out}")'
-    return (f"from kernels.training.images.encoders import load_image_encoder; {processor}; "
-            f'model = load_image_encoder("{out}")')
+    return f'{start}processor = AutoImageProcessor.from_pretrained("{out}"); model = {load}("{out}")'

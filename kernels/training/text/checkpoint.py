@@ -83,7 +83,8 @@ def read_modules(name, modules):
     saved.all_prompts = prompts = config.get("prompts") or {}
     saved.default_prompt = prompts.get(config.get("default_prompt_name"), "")
     anchor = prompts.get("query", saved.default_prompt)
-    others = next((prompts[kind] for kind in ("document", "passage", "corpus") if kind in prompts), anchor)
+    rest = "" if "query" in prompts else anchor                # as encode_document of sentence-transformers
+    others = next((prompts[kind] for kind in ("document", "passage", "corpus") if kind in prompts), rest)
     saved.prompts = (anchor,) if others == anchor else (anchor, others)
     return saved
 

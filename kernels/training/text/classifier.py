@@ -42,7 +42,7 @@ def classifier_flags(parser):
                                          "label; then label or score, or else the last column")
     add("--task", group="data", choices=("classification", "regression"),
         help="type of task; default inferred from the labels")
-    parser.set_defaults(labels=None)                           # load_rows sets labels to the class names
+    parser.set_defaults(labels=None, widths=(2, 3))            # load_rows sets the class names, and one width
 
 
 def load_rows(path, args):
@@ -66,7 +66,7 @@ def load_rows(path, args):
     for place, _, answer in rows:
         if answer not in values:
             fail(f"{path} {place}: label {answer[:40]!r}, expected {wanted}")
-    commonest, kind = max(counts, key=counts.get), "texts" if len(args.columns) == 2 else "pairs"
+    commonest, kind = max(counts, key=counts.get), "texts" if args.widths == [2] else "pairs"
     log("data", f"{args.task}: {len(rows):,} {kind} from {path}, {len(counts)} labels, "
                 f"{100 * counts[commonest] / len(rows):.1f} % {commonest}")
     return [(sentences, values[answer]) for _, sentences, answer in rows]
@@ -90,19 +90,21 @@ def infer_task(counts, path, args):
 
 def find_columns(path, args):
     """Return the table of a file, with one or two columns of texts, then the labels, and print its first row.
-    If args.columns is not set, set it, so that files read later, such as --dev, must have these columns."""
+    Files read later, such as --dev, must have as many columns and, if there is a header, the same names."""
     header, table = read_table(path, columns=args.columns)
-    header = find_label_header(table, args) or header or [str(1 + i) for i in range(table.width)]
-    columns = args.columns or usual_columns(header)
-    if len(columns) not in (2, 3):
-        fail(f"{path}: found the columns {join_names(columns)}; expected one or two of texts, then one of "
-             "labels; choose them by --columns, by name or number")
+    header = find_label_header(table, args) or header
+    names = header or [str(1 + i) for i in range(table.width)]
+    columns = args.columns or usual_columns(names)
+    if len(columns) not in args.widths:
+        fail(f"{path}: found the columns {join_names(columns)}; expected one or two of texts (as in --data), "
+             "then one of labels; choose them by --columns, by name or number")
+    args.widths = [len(columns)]
     if not args.columns:
-        args.columns = table.columns = columns
-        table.select_columns(header)
+        args.columns, table.columns = columns if header else None, columns
+        table.select_columns(names)
         refuse_identifiers(table, range(len(columns) - 1))
-    names = [*("text" for _ in columns[1:]), "label"]
-    log("first", show_cells(names, next(iter(table))[1]) + header_note(table))
+    roles = [*("text" for _ in columns[1:]), "label"]
+    log("first", show_cells(roles, next(iter(table))[1]) + header_note(table))
     return table
 
 
@@ -117,9 +119,8 @@ def usual_columns(header):
 
 
 def find_label_header(table, args):
-    """Return the names in the first row of a .csv or .tsv if it is a header with unknown names, else None. It
-    is one if its last cell is no label: no other row has it, while the labels of the other rows are known
-    (args.labels), repeated, or numbers."""
+    """Return the names in the first row of a .csv or .tsv if its last cell is no label, else None: no other
+    row has this cell, while the labels of the other rows are known (args.labels), repeated, or numbers."""
     if table.header_row or table.kind not in (".csv", ".tsv"):
         return None
     row, *rows = (cells for _, cells in table)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from kernels import similarity_lse
 
-from ..data import NUMBER, SCORED_PAIR, normalise_name, read_table, show_cells
+from ..data import NUMBER, SCORED_PAIR, are_scores, normalise_name, read_table, show_cells
 from ..errors import fail, log
 from ..run import Run
 from .checkpoint import load_hint, save
@@ -23,48 +23,32 @@ SHOWN = {"spearman": "Spearman", "mrr@10": "MRR@10", "accuracy@1": "accuracy@1",
 
 def load_held_out(path, columns=None):
     """Read a file of --dev or --test: scored pairs [(sentence1, sentence2, score)], or a Retrieval. All pairs
-    form one list (STS setting "all").
-
-    columns   names or numbers of the columns (--dev-columns). Three columns are scored pairs if the last one
-              has numbers. None: the header decides; if there is none, also numbers in the first of three
-              columns are scores
-    """
+    form one list (STS setting "all"). `columns` are those of --dev-columns, or None: the header decides.
+    If columns are chosen, or there is no header, three columns are scored pairs if one of them has scores."""
     header, table = read_table(path, columns=columns, names=SCORED_PAIR, join=True, flag="--dev-columns")
     by_column, names = [*zip(*(cells for _, cells in table))], []
     if header and not columns:
         names = [normalise_name(name) for name in header]
-    elif len(by_column) == 3 and are_scores(by_column[2]):
+    elif len(by_column) == 3 and are_scores(by_column[2], *(header or ())[2:]):
         names = [*SCORED_PAIR]
     elif len(by_column) == 3 and are_scores(by_column[0]) and not columns:
         names = [SCORED_PAIR[2], *SCORED_PAIR[:2]]
     if not {*SCORED_PAIR} <= {*names}:
         return load_retrieval(path, columns)
-    if not header:
-        first = show_cells(names, next(iter(table))[1])
-        log("note", f"{path} has no header; its first row is read as {first}")
-    return read_pairs(table, names)
-
-
-def are_scores(cells):
-    """Return whether at least half of the cells that are not empty are numbers."""
-    filled = [cell.strip() for cell in cells if cell.strip()]
-    return 2 * sum(re.fullmatch(NUMBER, cell) is not None for cell in filled) >= len(filled) > 0
-
-
-def read_pairs(table, names):
-    """Return the scored pairs [(sentence1, sentence2, score)] of a table with columns of these names."""
+    if columns or not header:
+        log("note", f"the first row of {path} is read as {show_cells(names, next(iter(table))[1])}")
     pairs = []
     for place, cells in table:
         one, two, score = (" ".join(cells[names.index(name)].split()) for name in SCORED_PAIR)
         if not one or not two:
-            fail(f"{table.path} {place}: an empty sentence")
+            fail(f"{path} {place}: an empty sentence")
         if score and not (re.fullmatch(NUMBER, score) and math.isfinite(float(score))):
-            fail(f"{table.path} {place}: score {score[:40]!r}, expected a number, such as one from 0 to 5")
+            fail(f"{path} {place}: score {score[:40]!r}, expected a number, such as one from 0 to 5")
         if score:                              # pairs without a score, as in SemEval files, are skipped
             pairs.append((one, two, float(score)))
     if len({score for *_, score in pairs}) < 2:
-        fail(f"{table.path}: {len(pairs)} scored pairs whose scores are all equal, expected at least 2 "
-             "different scores: without them there is no correlation")
+        fail(f"{path}: {len(pairs)} scored pairs whose scores are all equal, expected at least 2 different "
+             "scores: without them there is no correlation")
     return pairs
 
 

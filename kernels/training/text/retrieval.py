@@ -30,7 +30,7 @@ def load_retrieval(path, columns=None):
         fail(f"{path}: found 1 column; expected query, positive and any hard negatives, or "
              f"{', '.join(SCORED_PAIR)}; choose them by --dev-columns")
     corpus, positives = {}, {}                                 # {text: index}, {query: indices}
-    for _, (query, positive, *negatives) in table:
+    for query, positive, *negatives in ([*map(str.strip, cells)] for _, cells in table):
         for text in (positive, *negatives):
             corpus.setdefault(text, len(corpus))
         positives.setdefault(query, set()).add(corpus[positive])

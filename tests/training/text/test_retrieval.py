@@ -9,6 +9,7 @@ import pytest
 import torch.nn.functional as F
 from saved_encoders import make_encoder
 
+from kernels.training.errors import UserError
 from kernels.training.text.evaluation import evaluate, load_held_out
 from running import NLI, embed_saved, metrics, train
 
@@ -32,7 +33,7 @@ def write(path, rows, header=None):
     ("a.csv", ROWS, ["frage", "antwort", "falsch"], None, "ABCD"),             # by position: one positive
     ("a.csv", [row[::-1] for row in ROWS], ["no", "yes", "text"], ["text", "yes", "no"], "ABCD"),
     ("a.csv", [["1", *row] for row in ROWS], None, ["2", "3", "4"], "ABCD"),
-    ("a.csv", [[*row, "B."] for row in ROWS], ["query", "pos", "neg", "neg"], None, "ABCD"),
+    ("a.csv", [[*row[:2], f"{row[2]} "] for row in ROWS], None, None, "ABCD"),
     ("a.jsonl", LISTS, None, None, "ABDC"), ("a.jsonl", ROWS, None, None, "ABCD")])
 def test_reading(name, rows, header, columns, order, tmp_path, capsys):
     """All rows of a query count. A text that is both a positive and a negative of a query is a positive. Rows
@@ -54,11 +55,23 @@ def test_two_texts_and_a_number_are_a_scored_pair(name, rows, header, columns, t
     assert isinstance(pairs, list) and pairs[0][:2] == ("A", "B") and len(pairs) == 2
 
 
-def test_columns_that_are_chosen_begin_with_a_query(tmp_path):
-    """Without --dev-columns, the numbers would be scores."""
-    path = write(tmp_path / "a.csv", [["1", "A.", "B."], ["2", "C.", "A."]])
-    assert load_held_out(path, ["1", "2", "3"]).queries == ["1", "2"]
-    assert load_held_out(path) == [("A.", "B.", 1.0), ("C.", "A.", 2.0)]
+def test_texts_may_be_numbers_if_the_names_say_so(tmp_path):
+    path = write(tmp_path / "a.csv", [["When?", "1999", "2001"], ["Where?", "Here.", "1600"]],
+                 ["query", "answer", "negative"])
+    assert load_held_out(path, ["query", "answer", "negative"]).corpus == ["1999", "2001", "Here.", "1600"]
+
+
+@pytest.mark.parametrize("header, rows, columns, part", [
+    ("sentence1 sentence2 score", ["A. B. 5", "C. D. 1"], "score sentence1 sentence2", "column 1 has no"),
+    ("sentence1 sentence2 score", ["A. B. 1", "C. D. NA", "E. F. NA"], "1 2 3", "score 'NA'"),
+    ("one two mark", ["A. B. 1,5", "C. D. 80%"], "1 2 3", "column 3 has no texts"),
+    ("text1 text2 score", ["A. B. high", "C. D. low"], None, "column 3 has no texts"),
+    ("sentence1 sentence2 score", ["A. B. 5", "C. D. 1"], "sentence1 sentence1", "occurs twice"),
+    (None, ["P-1 A. B. 5 x.", "Pair A. B. NA x.", "P-2 A. B. 1 x."], None, "column 1 has no texts")])
+def test_scores_are_never_read_as_texts(header, rows, columns, part, tmp_path):
+    path = write(tmp_path / "a.csv", map(str.split, rows), header and header.split())
+    with pytest.raises(UserError, match=part):
+        load_held_out(path, columns and columns.split())
 
 
 @pytest.fixture
