@@ -54,7 +54,11 @@ def test_saved_settings_are_applied_and_saved_again(folder_of, tmp_path):
         assert (found.max_length, found.normalise, found.lower_case) == (9, True, True)
         embedded = found.embed_texts(["A man eats", "IT IS DAY", "nobody sleeps"])
         torch.testing.assert_close(embedded, z, atol=1e-5, rtol=0)
-    assert json.loads((out / "config_sentence_transformers.json").read_text())["prompts"] == PROMPTS
+    settings = json.loads((out / "config_sentence_transformers.json").read_text())
+    assert settings["prompts"] == PROMPTS
+    del settings["prompts"]["document"]                        # then documents have no prompt
+    (out / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    assert make_encoder(out, evaluate=True).add_prompts(["A", "B"]) == ["q a", "b"]
     assert [module["path"] for module in json.loads((out / "modules.json").read_text())] == [
         "", "1_Pooling", "2_Dense", "3_Normalize"]
 

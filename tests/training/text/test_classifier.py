@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
 from finetune import classify_with_features
+from kernels.training.errors import UserError
 from kernels.training.text.classifier import classification_metrics, classify, make_batch, tokenise_texts
 from running import DATA, run
 
@@ -49,6 +50,18 @@ def test_headers_and_spellings(lines, labels, tmp_path, capsys):
     assert " ".join(args.labels) == labels and is_header == (lines[0][:4] in ("revi", "word", "The ", "text"))
     header = f"(after the header {lines[0].replace(',', ', ')})"
     assert (header in capsys.readouterr().out) == is_header
+
+
+def test_data_without_a_header_and_dev_with_one(tmp_path):
+    """Each file without a header is read by position, each file with a header by its names."""
+    args = make_parser().parse_args(["--data", str(tmp_path / "a.csv"), "--batch-size", "2"])
+    for name, text in (("a", "A.,B.,0\nC.,D.,1\n"), ("b", "sentence,label\nA.,1\n"),
+                       ("c", "sentence2,id,label,sentence1\nB.,x,1,A.\n")):
+        (tmp_path / f"{name}.csv").write_text(text)
+    assert load_data(tmp_path / "a.csv", args)[0] == (("A.", "B."), 0)
+    with pytest.raises(UserError, match="found the columns sentence, label; expected .*as in --data"):
+        load_data(tmp_path / "b.csv", args)
+    assert load_data(tmp_path / "c.csv", args) == [(("A.", "B."), 1)]
 
 
 @pytest.mark.parametrize("labels, n", [("01", 40), (["no", "yes"], 40), ("abcd", 60)])
