@@ -79,7 +79,6 @@ MISTAKES = [
     ("simcse --dev few.csv --dev-columns sent0", {}, "few.csv | 1 column | query, positive | --dev-columns"),
     ("simcse --dev a.csv", {"a.csv": "query,positive\nA,B\nC,B\n"}, "a.csv | the same text | 2 different"),
     ("simcse --dev few.csv --dev-columns sent0 none", {}, "no column none | sent1 | --dev-columns"),
-    ("simcse --dev few.txt", {}, "few.txt | 1 column | sentence1 | query, positive"),
     ("childtuning --dev a.tsv", {"a.tsv": "sentence\tlabel\nA\tkitchen\nB\tgarden\n"},
      "a.tsv line 3 | garden | topics.tsv | kitchen"),
     ("vascl --data a.tsv", {"a.tsv": "".join(f"q{i}\tText {i}.\n" for i in range(9))},

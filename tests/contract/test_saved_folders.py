@@ -22,6 +22,7 @@ FOLDERS = {"mean": ("bert", ["--pooling", "avg"], "avg"),
            "decoder": ("Qwen2", ["--pooling", "last"], "last"),
            "head": ("bert", ["--pooling", "avg", "--head", "keep", "new"], "avg"),
            "prompt": ("bert", ["--pooling", "avg", "--prompt", "say: "], "avg")}
+RUNS = {}                                                      # {name: output folder}
 every_folder = pytest.mark.parametrize("name", FOLDERS)
 PAGE = (ROOT / "docs" / "use.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
@@ -30,13 +31,20 @@ LINES = {pooling: row.split("`")[-2] for row in re.findall(r"^\| `.*$", PAGE, re
 
 
 @pytest.fixture
-def saved(name, tmp_path, bert, folder_of):
-    """Return the output folder of a short run of simcse.py with the flags FOLDERS[name]."""
-    model, flags = FOLDERS[name][:2]
-    model = bert if model == "bert" else folder_of(model)
-    train(["simcse", "--model", model, "--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 4,
-           "--lr", 1e-2, "--out", "out", *flags], tmp_path)
-    return tmp_path / "out"
+def library():
+    return pytest.importorskip("sentence_transformers")
+
+
+@pytest.fixture
+def saved(name, tmp_path_factory, bert, folder_of):
+    """Return the output folder of a short run of simcse.py with the flags FOLDERS[name]. Each runs once."""
+    if name not in RUNS:
+        folder, (model, flags, _) = tmp_path_factory.mktemp("run"), FOLDERS[name]
+        model = bert if model == "bert" else folder_of(model)
+        train(["simcse", "--model", model, "--data", DATA / "nli.csv", "--batch-size", 8, "--steps", 4,
+               "--lr", 1e-2, "--out", "out", *flags], folder)
+        RUNS[name] = folder / "out"
+    return RUNS[name]
 
 
 def scored_pairs(count=60):
@@ -62,14 +70,13 @@ def test_transformers(name, saved, tmp_path):
     (tmp_path / "dev.tsv").write_text("sentence1\tsentence2\tscore\n" + "".join(
         f"{a}\t{b}\t{score}\n" for a, b, score in zip(first, second, gold.tolist())), "utf-8")
     wanted = 100 * spearman(F.cosine_similarity(embed(saved, first, name), embed(saved, second, name)), gold)
-    printed = train(["simcse", "--evaluate", "--model", "out", "--dev", "dev.tsv"], tmp_path)
+    printed = train(["simcse", "--evaluate", "--model", saved, "--dev", "dev.tsv"], tmp_path)
     assert float(re.search(r"\ndev +Spearman (-?[0-9.]+) ", printed)[1]) == pytest.approx(wanted, abs=0.1)
 
 
 @every_folder
-def test_sentence_transformers(name, saved):
+def test_sentence_transformers(library, name, saved):
     """SentenceTransformer(folder) gives the embeddings that `embed` computes with transformers."""
-    library = pytest.importorskip("sentence_transformers")
     sentences = scored_pairs(12)[0][0]
     found = torch.from_numpy(library.SentenceTransformer(str(saved)).encode(list(sentences)))
     torch.testing.assert_close(found, embed(saved, sentences, name), atol=1e-5, rtol=1e-4)
@@ -93,9 +100,8 @@ def test_transformers_on_the_page(name, saved):
 
 
 @pytest.mark.parametrize("name", ["prompt"])
-def test_sentence_transformers_on_the_page(name, saved, capsys, monkeypatch):
+def test_sentence_transformers_on_the_page(library, name, saved, capsys, monkeypatch):
     """The closest texts are those with the largest cosines. encode() adds the first prompt."""
-    pytest.importorskip("sentence_transformers")
     monkeypatch.chdir(ROOT)
     first, closest = {}, {}
     exec(BLOCKS[0].replace("out/first", str(saved)), first)

@@ -17,6 +17,7 @@ import running
 import simcse
 from families import small_model
 from kernels.training.loop import batches
+from loss_check import numbers
 from running import NLI, ONE_BATCH, embed_saved, embed_unbatched, run
 
 PARTS = (running.ROOT / "docs/others.md").read_text("utf-8").split("\n### ")
@@ -40,11 +41,6 @@ def edit(text, diff):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     return text
-
-
-def unit(*shape):
-    """Return random rows of unit length in float64."""
-    return F.normalize(torch.randn(shape, dtype=torch.float64), dim=1)
 
 
 @pytest.fixture(scope="module")
@@ -161,15 +157,15 @@ def test_losses_without_a_copy():
     losses = {}
     for block in re.findall(r"^```python\n(.*?)^```$", PARTS[0], re.M | re.S)[-3:]:
         exec(block, losses)
-    images, ids = unit(64, 16), torch.arange(64).repeat_interleave(5)
-    captions, images = F.normalize(images[ids] + 0.1 * unit(320, 16), dim=1), images[ids]
+    ids, images = torch.arange(64).repeat_interleave(5), F.normalize(numbers(64, 16), dim=1)
+    captions, images = F.normalize(images[ids] + 0.1 * numbers(320, 16), dim=1), images[ids]
     is_same = (ids[:, None] == ids).fill_diagonal_(False)
     s = (images @ captions.T / 0.1).masked_fill(is_same, -torch.inf)
     wanted = sum(F.cross_entropy(logits, torch.arange(320)) for logits in (s, s.T)) / 2
     torch.testing.assert_close(losses["captions_loss"](images, captions, ids, 0.1), wanted)
     assert losses["captions_loss"](images, images, ids, 0.01) < 1e-3
     assert 1.609 < kernels.clip_loss(images, images, 0.01) < 1.61
-    z, labels = unit(12, 16), (torch.rand(12, 4) < 0.4).double()
+    z, labels = F.normalize(numbers(12, 16), dim=1), (torch.rand(12, 4) < 0.4).double()
     weights = (labels @ labels.T).fill_diagonal_(0)
     log_p = (z @ z.T / 0.2).fill_diagonal_(-torch.inf).log_softmax(1).fill_diagonal_(0)
     wanted = -(weights * log_p).sum(1) / weights.sum(1).clamp(min=1)
@@ -177,7 +173,7 @@ def test_losses_without_a_copy():
     one = F.one_hot(torch.arange(12) % 5, 5).double()
     wanted = kernels.sup_con_loss(z[:, None], one.argmax(1), 0.07)
     torch.testing.assert_close(losses["multi_label_loss"](z, one), wanted)
-    h, weight, targets = unit(9, 16), unit(30, 16) * 9, torch.arange(9)
+    h, weight, targets = numbers(9, 16), numbers(30, 16, seed=1), torch.arange(9)
     wanted = F.cross_entropy(h @ weight.T, targets, label_smoothing=0.1)
     torch.testing.assert_close(losses["smoothed_loss"](h, weight, targets), wanted)
 

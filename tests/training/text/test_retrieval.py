@@ -1,5 +1,4 @@
-"""Test the evaluation on retrieval: reading files; the scores, compared with plain loops and with those of
-sentence-transformers."""
+"""Test the evaluation on retrieval data: reading files, the scores, and which checkpoint is kept."""
 import csv
 import json
 import math
@@ -42,8 +41,8 @@ def test_reading(name, rows, header, columns, order, tmp_path, capsys):
     texts = [{found.corpus[i] for i in positives} for positives in found.positives]
     assert (found.queries, texts) == (["q", "r"], [{"A.", "D."}, {"C."}])
     assert [text[0] for text in found.corpus] == [*order]
-    printed = capsys.readouterr().out
-    assert "2 queries, 4 texts: 3 rows" in printed and re.search(r'anchor\b.* "q"  positive\b.* "A', printed)
+    first = r'2 queries, 4 texts: 3 rows.*\nfirst +anchor\b.* "q"  positive\b.* "A'
+    assert re.search(first, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name, rows, header, columns", [
@@ -109,6 +108,7 @@ def test_the_best_checkpoint_and_sentence_transformers(data, bert, tmp_path):
     steps = [row for row in metrics(tmp_path / "out") if row["step"]]
     best = max(steps, key=lambda row: row["dev_mrr@10"])
     assert best["step"] < 6 and f"→ {best['dev_mrr@10']:.2f} at step {best['step']}," in printed
+    assert printed.endswith("(for head and prompts, see docs/use.md)\n")
     shown = ", ".join(f"{label} {best[f'dev_{label.lower()}']:.2f}" for label in LABELS)
     again = train(["simcse", "--evaluate", "--model", "out", "--dev", data], tmp_path)
     assert f"dev      {shown}  {data}\n" in printed and f"dev      {shown}  {data}\n" in again
