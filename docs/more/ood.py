@@ -74,7 +74,7 @@ def load_unseen(args):
         import sklearn.neighbors  # noqa: F401
     except ImportError:
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
-    count, columns = args.widths[0] - 1, (args.columns or ())[:-1]             # None: --data has no header
+    count, columns = args.widths[0] - 1, (args.columns or ())[:-1]      # no args.columns without a header
     header, _ = read_table(args.ood, names=columns)
     _, table = read_table(args.ood, empty_cell, columns=columns if header and columns else None)
     rows = [(tuple(texts), 0) for _, texts in table]

@@ -417,12 +417,12 @@ def refuse_identifiers(table, columns):
 
 
 def are_scores(cells, name=""):
-    """Return whether a column has scores: by its name or, if this is not one of negatives, because at least
-    half of its cells that are not empty are numbers."""
-    if normalise_name(name) in NO_TEXTS or role_of(name, SENTENCE_COLUMNS) == "negative":
-        return normalise_name(name) in NO_TEXTS
+    """Return whether a column has scores: its name says so, or at least half of its cells that are not empty
+    are numbers, and its name is not one of negatives."""
     filled = [cell.strip() for cell in cells if cell.strip()]
-    return 2 * sum(re.fullmatch(NUMBER, cell) is not None for cell in filled) >= len(filled) > 0
+    are_numbers = 2 * sum(re.fullmatch(NUMBER, cell) is not None for cell in filled) >= len(filled) > 0
+    is_negative = role_of(name, SENTENCE_COLUMNS) == "negative"
+    return normalise_name(name) in NO_TEXTS or are_numbers and not is_negative
 
 
 def header_note(table):

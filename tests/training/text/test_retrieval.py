@@ -75,7 +75,7 @@ def test_scores_are_never_read_as_texts(header, rows, columns, part, tmp_path):
 
 @pytest.fixture
 def data(tmp_path):
-    """Return the path of a file with 24 queries, some with two positives, and hard negatives."""
+    """Return the path of a file with 12 queries, each with three positives, and hard negatives."""
     rows = [[NLI[i - i % 3][0], *NLI[i][1:]] for i in range(36)]
     return write(tmp_path / "dev.csv", rows, ["query", "positive", "negative"])
 
