@@ -47,7 +47,7 @@ from kernels.training.text.classifier import classify, make_batch, task_loss, to
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-RELEASED = dict(epochs=3, lr=4e-5)                             # defaults of flags, from the released script
+RELEASED = dict(epochs=3, lr=4e-5)                      # flags have these defaults, as in the released script
 SCRATCH = dict(epochs=12, lr=2e-3)
 FISHER = {"paper": dict(fisher_batch_size=1, fisher_clip=0.0),
           "code": dict(fisher_batch_size=16, fisher_clip=1.0)}
@@ -179,7 +179,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
         torch._foreach_lerp_(m, g, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, g, g, 1 - beta2)
-        roots = torch._foreach_rsqrt(v)                        # √v as 1 / rsqrt(v): on a CPU, sqrt(0) is slow
+        roots = torch._foreach_rsqrt(v)     # √v is computed as 1 / rsqrt(v), because sqrt(0) is slow on a CPU
         torch._foreach_reciprocal_(roots)
         torch._foreach_add_(roots, group["eps"])
         torch._foreach_addcdiv_(weights, m, roots, [-x for x in a])
@@ -214,7 +214,7 @@ class ChildTuningAdamW(torch.optim.Optimizer):
 
 def sample_mask(w, p, generator):
     """Return a random bool tensor of w's shape. An entry is True with probability p, to within 2^-32."""
-    # each random int64 gives two int32; on a CPU, bernoulli_ would be slower
+    # Each random int64 is read as two int32. On a CPU, this is faster than bernoulli_.
     pairs = torch.empty((w.numel() + 1) // 2, dtype=torch.int64, device=generator.device)
     pairs.random_(-2**63, None, generator=generator)
     bound = min(round(p * 2**32) - 2**31, 2**31 - 1)
@@ -262,7 +262,7 @@ def fisher_information(model, batches, loss, max_grad_norm=None, name_filter=Non
     used, skipped = 0, 0
     for batch in progress(batches, "Fisher information", " batches"):
         gradients = torch.autograd.grad(loss(model, batch), list(trained.values()), materialize_grads=True)
-        gradients = [gradient.detach().to(fisher[name].dtype)  # in torch 2.9, zeros for unused w need detach
+        gradients = [gradient.detach().to(fisher[name].dtype)  # in torch 2.9, zeros of unused w require grad
                      for name, gradient in zip(trained, gradients)]
         norms = torch._foreach_norm(gradients)
         if not torch.stack(norms).isfinite().all():
@@ -359,8 +359,8 @@ def main(argv=None):
     if args.mode == "D" and args.reserve_p < 1 and not run.step:  # a resumed run loads its masks
         torch.manual_seed(args.seed)
         optimizer.masks = find_child(model, train, args)
-        torch.manual_seed(args.seed + run.rank)                # different dropout on each rank
-    logged = {"loss": math.nan}                                # values of the last step that was not skipped
+        torch.manual_seed(args.seed + run.rank)                # each rank must sample different dropout masks
+    logged = {"loss": math.nan}         # a skipped step logs the values of the last step that was not skipped
     for step, batch in run.steps(total, len(train)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup_steps(args, total), args.lr))
         rows = [train[i] for i in batch[own_rows(len(batch))]]

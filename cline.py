@@ -78,7 +78,7 @@ def make_parser():
         lr=(None, "1e-4 (paper), or 2e-3 with --model scratch; linear decay to 0"),
         warmup_steps=(None, "1/60 of all steps (paper), 1/100 for --form code, 1/10 for scratch"),
         eval_every=(1000, "1000 (released scripts)"))
-    parser.set_defaults(pooling="cls")                         # the vector of a text is that of [CLS]
+    parser.set_defaults(pooling="cls")                         # the [CLS] vector represents a text
     add("--wordnet", group="data", reads="words", help="folder of a WordNet database (data.noun etc.)")
     add("--tagger", group="data", reads="model",
         help="part-of-speech tagger: the name of a spaCy model, or lexicon, which looks words up in "
@@ -94,8 +94,8 @@ def make_parser():
     return parser
 
 
-# Values of flags that are not on the command line. For --model scratch, SCRATCH overrides FORMS.
-# length: number of steps. warmup_part: a run of n steps has n // warmup_part steps of warm-up.
+# Flags that are not on the command line get these values. With --model scratch, SCRATCH overrides FORMS.
+# length is the number of steps. A run of n steps has n // warmup_part steps of warm-up.
 FORMS = {"paper": dict(synonym_rate=0.4, antonym_rate=0.2, batch_size=256, length=30_000, lr=1e-4,
                        max_length=512, warmup_part=60, eps=1e-8),
          "code": dict(synonym_rate=0.5, antonym_rate=0.5, batch_size=128, length=1_000_000, lr=1e-4,
@@ -162,7 +162,7 @@ def build_model(args, run):
     for part in model.rtd.modules():
         if isinstance(part, torch.nn.Linear):
             init_linear(part, config)
-    model.log_variances = torch.nn.Parameter(torch.zeros(3))   # s_i of MLM, RTD, CTS
+    model.log_variances = torch.nn.Parameter(torch.zeros(3))   # s_i of L_MLM, L_RTD and L_CTS, in this order
     return model.to(run.device)
 
 
@@ -204,7 +204,7 @@ def replaced_token_loss(logits, labels, form="paper"):
     check_rows(labels=(labels, letters, int), logits=(logits, shape), three=3)
     if form == "code":
         checks.check_index("labels", labels, 3, -100)
-    labels = labels.long()                                     # a uint8 tensor would read −100 as 156
+    labels = labels.long()                                     # in uint8, −100 would become 156
     counts = labels != -100
     logits, labels = logits[counts].to(torch.promote_types(logits.dtype, torch.float32)), labels[counts]
     if form == "code":
@@ -226,7 +226,7 @@ def total_loss(losses, log_variances, share=1.0):
     """
     if len(losses) != len(log_variances):
         raise ValueError(f"log_variances: found {len(log_variances)}, expected {len(losses)}, one per loss")
-    floored = [s.where(s >= 0, 0) for s in log_variances]      # slope 1 at 0; clamp: 0 since torch 2.14
+    floored = [s.where(s >= 0, 0) for s in log_variances]  # the slope at 0 is 1; clamp has 0 since torch 2.14
     return sum(torch.exp(-s) * loss + share * f for loss, s, f in zip(losses, log_variances, floored))
 
 
@@ -337,7 +337,7 @@ def main(argv=None):
     model = build_model(args, run)
     if wordnet:
         triples = make_triples(triples, wordnet, args)
-    args.max_length = min(args.max_length, model.max_length)  # --evaluate has no other check of it
+    args.max_length = min(args.max_length, model.max_length)  # with --evaluate, only this limits --max-length
     tokens, cut = tokenise_triples(triples, model, args)
     if args.evaluate:
         return run_evaluation(model, tokens, args)

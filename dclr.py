@@ -91,9 +91,9 @@ def make_parser():
     return parser
 
 
-# Values of flags that are not on the command line
-PAPER_DEFAULTS = dict(batch_size=128, lr=3e-5, epochs=3)                       # BERT-base
-SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # with --model scratch
+# Flags that are not on the command line get these values.
+PAPER_DEFAULTS = dict(batch_size=128, lr=3e-5, epochs=3)                    # the paper's values for BERT-base
+SCRATCH_DEFAULTS = dict(pooling="avg", batch_size=32, lr=2e-3, epochs=4)       # used with --model scratch
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -117,7 +117,7 @@ def build_model(args, run):
     """Return the encoder with its pooling and head."""
     model = build_encoder(args, run, "cls", "train-only")
     if args.form == "code" and model.head_origin == "new head" and model.pooler is not None:
-        model.head = torch.nn.Sequential(*model.pooler, *model.head)       # pretrained pooler, then new layer
+        model.head = torch.nn.Sequential(*model.pooler, *model.head)       # the pretrained pooler comes first
     log("model", describe_model(model, args))
     return model.to(run.device)
 
@@ -161,7 +161,7 @@ def dclr_loss(z1, z2, noise, f1, f2, phi, temperature=0.05, form="paper", *, off
     if form == "code":
         with torch.autocast(z1.device.type, enabled=False):    # one_vs_all_loss needs full precision
             return one_vs_all_loss(z1, torch.cat([z2, noise]), f1, f2, phi, temperature, offset)
-    local = slice(offset, offset + len(z1))                    # the rows of z2 that are the positives
+    local = slice(offset, offset + len(z1))                    # these rows of z2 are the positives of z1
     positive = (z1 * z2[local]).sum(1) / temperature
     # log Σ_{j≠i} w_ij exp s(z1_i, z2_j); the argument `similar` applies the weights w
     negatives = similarity_lse(z1, z2, temperature, exclude="diagonal", similar=(f1, f2, phi), offset=offset,
@@ -192,7 +192,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     checks.check_integer("steps", steps, 0)
     checks.check_number("step_size", step_size)
     z1, z2 = unit_rows(z1), unit_rows(z2)
-    batch_lse = z1.new_tensor(-torch.inf)                      # log 0: the paper's sum has no z2_j
+    batch_lse = z1.new_tensor(-torch.inf)        # this is log 0, because the paper's sum has no terms with z2
     if form == "code":
         batch_lse = similarity_lse(z1, z2, temperature, impl=impl)
     for _ in range(steps if len(noise) else 0):
@@ -202,7 +202,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
             gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
         if all_reduce is not None:
             all_reduce(gradient)
-        largest = gradient.abs().amax(1, keepdim=True)         # dividing by it avoids underflow of squares
+        largest = gradient.abs().amax(1, keepdim=True)      # F.normalize squares entries, which may underflow
         noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
     return noise.detach()
 
@@ -247,7 +247,7 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
     q_i is the softmax of w_ij s_ij over keys j. A weight of 0 makes a logit 0: its key adds exp(0) = 1 to the
     denominator. The q of the largest negative may round to 1, so 1 − q is computed as the sum of the other q.
     """
-    def block(z1, keys, start, end):                           # sum over anchors start..end and all keys
+    def block(z1, keys, start, end):       # returns the sum of the losses over anchors start:end and all keys
         s = z1 @ keys.T / temperature
         s[:, : len(f2)] *= instance_weights(f1[start:end], f2, phi, offset=offset + start)
         own = offset + torch.arange(start, end, device=s.device)[:, None]      # column of each positive
@@ -256,14 +256,14 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
         lse_negatives = s.scatter(1, own, -torch.inf).logsumexp(1)
         lse_but_hardest = s.scatter(1, hardest, -torch.inf).logsumexp(1)
         others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)  # q of other negatives
-        # −log(1 − q) of the largest negative, −log q of the positive, −log(1 − q) of the other negatives
+        # The terms are −log(1 − q) of the largest negative, −log q of the positive, −log(1 − q) of others.
         return (lse - lse_but_hardest - F.logsigmoid(s.gather(1, own)[:, 0] - lse_negatives)
                 - torch.log1p(-others).sum(1)).sum()
 
     z1, keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z1, keys)]
-    if isinstance(temperature, torch.Tensor):                  # so that a tensor τ gets a gradient
+    if isinstance(temperature, torch.Tensor):     # BlockwiseSum gives no gradient to τ, so z1 is divided by τ
         z1, temperature = z1 / temperature, 1.0
-    if len(keys) == 1:                                         # no negatives: the loss is 0
+    if len(keys) == 1:                                         # there are no negatives, so the loss is 0
         return F.cross_entropy(z1 @ keys.T, torch.zeros(1, dtype=torch.int64, device=keys.device))
     return BlockwiseSum.apply(block, z1, keys, max(1, 2**22 // len(keys))) / (len(z1) * len(keys))
 
@@ -317,7 +317,7 @@ def main(argv=None):
     evaluator.evaluate_before(model, run)
     model.train()
     for step, picked in run.steps(total, len(tokens)):
-        set_lr(optimizer, args.lr * (total - step + 1) / total)  # linear decay from the full rate at step 1
+        set_lr(optimizer, args.lr * (total - step + 1) / total)  # the rate decays linearly, starting at --lr
         own = picked[own_rows(len(picked))]
         with torch.no_grad():
             f1 = guide(guide.batch(*guide_tokens.views(own, 1)))

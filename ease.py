@@ -84,7 +84,7 @@ def make_parser():
     add("--hard-negatives", type=at_least(0, int),
         help="number of hard negatives per sentence; default 1 (paper), or 0 if the data have none")
     parser.add_shared("--hard-negative-weight", shown="0 (paper), 1 with --form code",
-                      type=at_least(-5, most=80))              # exp(w) must not overflow
+                      type=at_least(-5, most=80))              # exp(weight) must not overflow
     add("--equal-entities", choices=("mask", "keep"),
         help="mask or keep negatives that are the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
@@ -98,7 +98,7 @@ def make_parser():
     return parser
 
 
-# Values of flags not on the command line; --form code and --model scratch replace some of PAPER_DEFAULTS.
+# Flags not on the command line get these values; --form code and --model scratch replace some of them.
 PAPER_DEFAULTS = dict(entity_map="linear", entity_temperature=100.0, entity_weight=0.01,
                       hard_negative_weight=0.0, equal_entities="mask", warmup_steps=500, batch_size=128,
                       epochs=1, lr=3e-5)
@@ -110,7 +110,7 @@ SCRATCH_DEFAULTS = dict(entity_temperature=0.1, entity_weight=1.0, pooling="avg"
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# accepted name of a column → what the column holds
+# This maps each accepted column name to what the column holds.
 COLUMNS = {"text": "text", "sentence": "text", "positive_entity": "entity", "entity": "entity",
            "negative_entity": "negatives", "entity_type": "type",
            "page": "page", "article": "page", "origin_entity": "page"}
@@ -215,7 +215,7 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     z, entity = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (z, entity)]
     checks.check_same_dtype(z=z, entity=entity)
     z, entity = unit_rows(z), unit_rows(entity)
-    local = slice(offset, offset + len(z))                     # the rows of entity that belong to z
+    local = slice(offset, offset + len(z))                     # these rows of entity belong to z
     ids = torch.arange(len(entity), device=z.device) if entity_ids is None else entity_ids.long()
     keys, key_ids = entity, ids
     if hard is not None:
@@ -226,9 +226,9 @@ def ease_loss(z, entity, hard=None, temperature=100.0, hard_logit=0.0, entity_id
     negatives = similarity_lse(z, keys, temperature, exclude=(ids[local], key_ids), impl=impl)
     positive = (z * entity[local]).sum(1) / temperature
     if hard is not None and hard_logit:
-        # S is the sum of exp(logit) over a sentence's negatives without w; r is the share of the sentence's
-        # own hard negatives in S. With w, their part r S grows by the factor e^w, so S becomes
-        # S (1 + (e^w − 1) r). Rounding may make r slightly exceed 1.
+        # Without w, S is the sum of exp(logit) over a sentence's negatives, and share is the part of S that
+        # comes from the sentence's own hard negatives. w multiplies this part by e^w, so S becomes S (1 +
+        # (e^w − 1) share). Rounding may make share slightly exceed 1.
         share = ((z[:, None] * hard[local]).sum(2) / temperature - negatives[:, None]).exp().sum(1)
         share = share.clamp(max=1)
         negatives = negatives + torch.log1p(math.expm1(hard_logit) * share)
@@ -249,7 +249,7 @@ def compute_loss(model, batch, rows, args):
         offset = own_rows(rows).start
         groups = [(z1, gather_keys(z2, rows, args), gather_keys(e, rows, args), gather_rows(ids, rows))]
     simcse, entity = 0.0, 0.0
-    for anchors, positives, vectors, numbers in groups:        # vectors of the entities with these numbers
+    for anchors, positives, vectors, numbers in groups:    # vectors[i, j] belongs to the entity numbers[i, j]
         common = dict(offset=offset, impl=args.impl)
         masked = {}
         if args.equal_entities == "mask":
@@ -286,7 +286,7 @@ def main(argv=None):
     for step, picked in run.steps(total, len(tokens)):
         set_lr(optimizer, warmup_linear(step - 1, total, args.warmup_steps, args.lr))
         own = picked[own_rows(len(picked))]
-        epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # --form code samples only once
+        epoch = (step - 1) // epoch_steps if args.form == "paper" else 0  # --form code samples entities once
         ids = sample_entities([records[i] for i in own], epoch, args).to(run.device)
         loss, values = compute_loss(model, (model.batch(*tokens.views(own, 2)), ids), len(picked), args)
         optimizer.zero_grad()

@@ -69,7 +69,7 @@ RECIPES = {
         model="resnet-18", image_size=32, batch_size=512, epochs=200, lr=0.03, weight_decay=5e-4,
         queue_size=4096, momentum=0.99, crop=0.08, blur=0.0, head_layers=1, temperature=0.1, bn_splits=8))}
 
-# defaults of flags: for views of at most 32 pixels (authors' demo), and for larger views (paper)
+# Defaults of flags: SMALL is for views of at most 32 pixels (authors' demo), LARGE for larger ones (paper).
 SMALL = dict(queue_size=4096, momentum=0.99, crop=0.08, blur=0.0, weight_decay=5e-4)
 LARGE = dict(queue_size=65536, momentum=0.999, crop=0.2, blur=0.5, weight_decay=1e-4)
 
@@ -253,7 +253,7 @@ def encode_keys(model, views, rows):
         dist.broadcast(order, 0)
     features = model.key.features(views[order[own_rows(rows)]])
     keys = gather_rows(F.normalize(model.key.head(features).float(), dim=1), rows)
-    return keys[order.argsort()]                               # in the order before the shuffle
+    return keys[order.argsort()]                               # this restores the order before the shuffle
 
 
 class SplitBatchNorm(nn.BatchNorm2d):
@@ -326,12 +326,12 @@ def main(argv=None):
     lr = args.lr * args.batch_size / 256
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(weights, lr=lr, momentum=0.9, weight_decay=args.weight_decay)
-    run.extra_state["pointer"] = 0                             # the next row of the queue to replace
+    run.extra_state["pointer"] = 0                        # the next keys overwrite the queue from this row on
     run.begin(model, optimizer, total, then=evaluation.probe_text(images, args))
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop)
     model.train()
-    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
+    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # this skips short batches
         set_lr(optimizer, lr * lr_factor((step - 1) // epoch_steps, total / epoch_steps, args))
         query_views, key_views = make_batch(images, args)
         update_key_encoder(model.key.encoder, model.encoder, args.momentum)

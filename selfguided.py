@@ -95,7 +95,7 @@ def load_data(path, args):
     columns = [i for i, name in enumerate(header or []) if normalise_name(name) in names]
     if args.columns:
         columns = range(width)
-    elif len(columns) < 2:                                     # use all columns but numbers and ids
+    elif len(columns) < 2:                                   # leave out columns that hold only numbers or ids
         columns = [i for i in range(width)
                    if not all(re.fullmatch(IDENTIFIER, cells[i].strip()) for _, cells in rows)]
     for place, cells in rows:
@@ -166,15 +166,15 @@ def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, 
         all_c, all_h = c, h
     else:
         all_c, all_h = [unit_rows(z) for z in gathered]
-    sentences = torch.arange(len(all_c), device=c.device)      # keys with the anchor's id are not negatives
+    sentences = torch.arange(len(all_c), device=c.device)    # keys of the anchor's sentence are not negatives
     anchors, anchor_ids = c, torch.arange(len(c), device=c.device) + offset
     keys, key_ids = all_h.flatten(0, -2), sentences.repeat_interleave(h.shape[1])
     if objective in ("base", "opt1"):
         keys, key_ids = torch.cat([keys, all_c]), torch.cat([key_ids, sentences])
-    if objective == "base":                                    # anchor h_i has the positive c_i
+    if objective == "base":                                    # h_i is an anchor too, with the positive c_i
         anchors, anchor_ids = torch.cat([c, h[:, 0]]), anchor_ids.repeat(2)
         h = torch.cat([h, c[:, None]])                         # now h[i] are the positives of anchors[i]
-    # log Σ exp of the logits of an anchor's negatives
+    # negatives[i] is the log-sum-exp of the logits of the negatives of anchors[i].
     negatives = similarity_lse(anchors, keys, temperature, exclude=(anchor_ids, key_ids), impl=impl)
     positives = (anchors[:, None].to(negatives.dtype) * h).sum(2) / temperature          # (anchors, L)
     # = log(exp positive + exp negatives) − positive
@@ -222,7 +222,7 @@ def compute_loss(model, batch, rows, args):
         z = model.projection(torch.cat([model(tokens)[:, None], views], 1)).float()
     c, h = z[:, 0], z[:, 1:]                                   # (n, D), (n, layers, D)
     gathered = None
-    if len(c) < rows:                                          # several ranks
+    if len(c) < rows:                                          # other ranks have the other rows
         gathered = gather_keys(c, rows, args), gather_keys(h, rows, args)
     with loss_autocast(c, args):
         loss = selfguided_loss(c, h, args.temperature, args.objective, gathered=gathered,
@@ -258,7 +258,7 @@ def main(argv=None):
         optimizer.zero_grad()
         loss.backward()
         all_reduce_gradients(model)
-        # every rank adds the whole gradient, but logs a share of the distance: logs are sums over ranks
+        # Each rank adds the full gradient. It logs its share of the distance, as logs are summed over ranks.
         values["distance"] = add_regulariser_gradient(model, fixed, args) * (len(own) / len(picked))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

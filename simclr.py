@@ -202,7 +202,7 @@ def compute_loss(model, batch, rows, args):
     views, labels = batch
     z = torch.stack(model(views).chunk(2), 1)                  # (n, 2, D)
     own, gathered = own_rows(rows), None
-    if len(z) < rows:                                          # several ranks
+    if len(z) < rows:                                          # other ranks have the other rows
         gathered = gather_keys(z, rows, args)
     with loss_autocast(z, args):
         if args.supervised:
@@ -277,7 +277,7 @@ def main(argv=None):
     evaluation.evaluate_before(model, images, run)
     images.start_training_views(run, total, args.crop)
     model.train()
-    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
+    for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # this skips short batches
         set_lr(optimizer, warmup_cosine(step - 1, total, warmup, lr))
         loss, values = compute_loss(model, make_batch(picked, images, args), len(picked), args)
         optimizer.zero_grad()

@@ -80,7 +80,7 @@ def make_parser():
     return parser
 
 
-# {number of columns: defaults of flags}, the paper's values for BERT-base; 3 stands for 3 or more columns
+# Each number of columns has its own flag defaults (paper, BERT-base). 3 stands for 3 or more columns.
 DEFAULTS_BY_COLUMNS = {
     1: dict(mode="unsupervised", batch_size=64, lr=3e-5, epochs=1),
     2: dict(mode="pairs", batch_size=512, lr=5e-5, epochs=3),
@@ -98,7 +98,7 @@ def load_data(path, args):
     scratch = SCRATCH_DEFAULTS if args.model == "scratch" else {}
     fill_defaults(args, DEFAULTS_BY_COLUMNS[min(columns, 3)] | scratch)
     check_batch_size(len(table), path, args.batch_size)
-    args.count = max(columns, 2)                               # texts per row; a single column counts twice
+    args.count = max(columns, 2)         # count is the number of texts per row; a single column is used twice
     log("simcse", f"{args.mode}: {describe_table(table, header)}")
     log_first_row(table)
     return table
@@ -142,9 +142,9 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     checks.check_number("hard_negative_weight", hard_negative_weight, -torch.inf, device=z1.device)
     hard = [] if z3 is None else [unit_rows(z) for z in z3.unbind(1)]
     z1, z2 = unit_rows(z1), unit_rows(z2)
-    local = slice(offset, offset + len(z1))                    # rows of z2 and z3 that belong to the anchors
+    local = slice(offset, offset + len(z1))                    # these rows of z2 and z3 belong to the anchors
 
-    def negatives_lse(keys, column):                           # log Σ_{j≠i} exp s(z1_i, key_j)
+    def negatives_lse(keys, column):          # log Σ exp s(z1_i, key_j) over j ≠ i; ids may exclude more keys
         exclude = "diagonal" if ids is None else ("diagonal", ids[local, 0], ids[:, column])
         return similarity_lse(z1, keys, temperature, exclude=exclude, offset=offset, impl=impl)
 
@@ -152,7 +152,7 @@ def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, 
     negatives = negatives_lse(z2, 0)
     for column, z in enumerate(hard, 1):                       # the paper has one hard negative per anchor
         own = hard_negative_weight + (z1 * z[local]).sum(1) / temperature
-        if ids is not None:                                    # not −inf, whose gradient would be NaN
+        if ids is not None:                # fill with a finite number, because −inf would give a NaN gradient
             own = own.masked_fill(ids[local, column] == ids[local, 0], torch.finfo(own.dtype).min)
         negatives = torch.logaddexp(torch.logaddexp(negatives, own), negatives_lse(z, column))
     return -F.logsigmoid(positive - negatives).mean()         # = log(exp positive + exp negatives) − positive
@@ -195,7 +195,7 @@ def main(argv=None):
     log_equal_texts(tokens, args)
     evaluator.evaluate_before(model, run)
     model.train()
-    for step, picked in run.steps(total, len(tokens)):         # picked: row numbers of the global batch
+    for step, picked in run.steps(total, len(tokens)):      # picked holds the row numbers of the global batch
         set_lr(optimizer, warmup_linear(step - 1, total, 0, args.lr))
         batch = model.batch(*tokens.views(picked[own_rows(len(picked))], args.count))
         ids = text_ids(tokens, picked, run.device) if args.ignore_equal else None

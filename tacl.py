@@ -89,7 +89,7 @@ def make_parser():
     return parser
 
 
-# Values of flags that are not on the command line, from the paper and for --model scratch
+# Flags that are not on the command line get the values of PAPER or, with --model scratch, of SCRATCH.
 PAPER = dict(batch_size=256, steps=150_000, lr=1e-4, max_length=256)
 SCRATCH = dict(batch_size=32, steps=300, lr=2e-3, max_length=64)
 
@@ -147,7 +147,7 @@ def build_model(args, run):
     model.device, model.bf16 = run.device, run.bf16
     model.lm, model.tokenizer, model.missing_heads = load_pretraining_model("--model", args.model, args)
     model.encoder, width = model.lm.base_model, model.lm.config.hidden_size
-    model.nsp = None                                           # None: the next-sentence head of lm is used
+    model.nsp = None                                    # None means that the next-sentence head of lm is used
     if not hasattr(getattr(model.lm, "cls", None), "seq_relationship"):
         layers = torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 2)
         model.nsp = torch.nn.Sequential(*layers).apply(model.lm._init_weights)
@@ -257,7 +257,7 @@ def compute_loss(model, micro_batch, weights, args, teacher):
         if args.contrastive_weight or not model.training:
             with torch.no_grad():
                 targets = run_encoder(teacher, ids, segments, real, layers=False).last_hidden_state.float()
-            normalised = args.similarity == "cosine"           # dot: bfloat16, as float16 may overflow
+            normalised = args.similarity == "cosine"           # dot products could overflow in float16
             with loss_autocast(student, args) if normalised else contextlib.nullcontext():
                 contrast = tacl_loss(student, targets, is_masked, real, args.temperature, args.form,
                                      similarity=args.similarity, impl=args.impl)
@@ -286,7 +286,7 @@ def forward_student(model, masked_ids, segments, real, is_masked):
 
     def take_inputs(_, inputs):
         decoder_inputs.append(inputs[0][is_masked].float())
-        return inputs[0][:0]                                   # no rows, so that the decoder computes nothing
+        return inputs[0][:0]                                   # without rows, the decoder computes nothing
 
     with model.lm.get_output_embeddings().register_forward_pre_hook(take_inputs):
         output = run_encoder(model.lm, masked_ids, segments, real)
@@ -322,7 +322,7 @@ def load_dev(path, documents, model, args):
 def token_similarity(hidden, mask):
     """Return (B,), the mean cosine of two different tokens of each sequence; NaN for fewer than two tokens.
     hidden: (B, L, D) vectors of the tokens; mask: (B, L) bool, True for the tokens that count."""
-    # Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|², which needs no (L, L) similarities
+    # For unit vectors u_i, Σ_{i≠j} u_i·u_j = |Σ u_i|² − Σ |u_i|². This needs no (L, L) similarities.
     unit = F.normalize(hidden, dim=2, eps=1e-8) * mask[:, :, None]
     count = mask.sum(1)
     return (unit.sum(1).square().sum(1) - unit.square().sum((1, 2))) / (count * (count - 1))
@@ -339,7 +339,7 @@ def evaluate(model, dev, args, teacher):
         for micro_batch in make_batch(rows[i : i + 32], model, args):
             _, values = compute_loss(model, micro_batch, weights, args, teacher)
             totals.update({name: value.item() for name, value in values.items()})
-    inner, special, pairs = [], [], []                         # one tensor per batch: (layers, n) or (n,)
+    inner, special, pairs = [], [], []       # each batch adds (layers, n) to inner and special, (n,) to pairs
     for i in progress(range(0, len(sentences), 64), "token similarity", " batches"):
         for ids, _, segments, real, is_inner, _ in make_batch(sentences[i : i + 64], model, args):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.bf16):
@@ -375,7 +375,7 @@ def format_scores(scores):
 
 def save_student(model, run):
     """Write the encoder to --out in transformers' format, without heads and teacher."""
-    tokenizer = copy.deepcopy(model.tokenizer)  # the thread of stream_pairs may be using the original
+    tokenizer = copy.deepcopy(model.tokenizer)  # stream_pairs may be using the original in another thread
     save_transformer(run, model.encoder, tokenizer)
 
 
@@ -393,7 +393,7 @@ def main(argv=None):
     model, teacher = build_model(args, run)
     dev = load_dev(args.dev, dev_documents, model, args) if args.dev else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6, weight_decay=0.0, fused=True)
-    run.extra_state["place"] = [0, 0, 0]                       # where stream_pairs reads next
+    run.extra_state["place"] = [0, 0, 0]                       # stream_pairs starts reading at this place
     run.begin(model, optimizer, args.steps)
     load_command = f'AutoModel.from_pretrained("{args.out}")'
     if dev and run.step == 0:
@@ -419,7 +419,7 @@ def main(argv=None):
         optimizer.step()
         run.log_metrics(dict(values), lr=optimizer.param_groups[0]["lr"])
         if run.eval_due and run.should_save(evaluate(model, dev, args, teacher) if dev else {}):
-            save_student(model, run)                           # always saved: the last model is kept (paper)
+            save_student(model, run)                        # the last model is kept, not the best one (paper)
     change = ""
     if dev:
         before, after = run.extra_state["before"], run.extra_state["saved"]

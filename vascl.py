@@ -84,9 +84,9 @@ def make_parser():
     return parser
 
 
-# Values of flags that are not on the command line
-PAPER_DEFAULTS = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)        # RoBERTa-base
-SCRATCH_DEFAULTS = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)        # with --model scratch
+# Flags that are not on the command line get these values.
+PAPER_DEFAULTS = dict(batch_size=1024, lr=5e-6, head_lr=5e-4, epochs=5)      # paper's values for RoBERTa-base
+SCRATCH_DEFAULTS = dict(batch_size=32, lr=2e-3, head_lr=2e-3, epochs=4)        # used with --model scratch
 RADIUS_DEFAULTS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25), scratch=dict(radius=0.2))
 
 
@@ -177,7 +177,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     check_common_arguments(e, head, neighbours, temperature, form, gather)
     checks.check_number("radius", radius, 0)
     checks.check_integer("steps", steps, 0)
-    if isinstance(head, torch.nn.Module):                      # forward changes only copies of buffers
+    if isinstance(head, torch.nn.Module):           # the forward pass then changes only copies of the buffers
         buffers = {name: buffer.clone() for name, buffer in head.named_buffers()}
         head = functools.partial(torch.func.functional_call, head, buffers)
 
@@ -190,7 +190,7 @@ def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=
     for _ in range(steps):
         moved = project(head, e + radius * direction.requires_grad_())
         negatives = (others[neighbours.long()] @ moved[:, :, None])[:, :, 0] / temperature           # (N, K)
-        # divide by the rows of all ranks, so that 1e-8 in unit() has the same effect on any number of ranks
+        # Divide by the row count of all ranks: 1e-8 in unit() then has the same effect for any rank count.
         loss = -F.logsigmoid((z * moved).sum(1) / temperature - negatives.logsumexp(1)).sum() / len(others)
         direction = unit(torch.autograd.grad(loss, direction)[0])
     return radius * direction.detach()
@@ -220,7 +220,7 @@ def compute_loss(model, batch, rows, args):
     e1, e2 = model(batch).chunk(2)
     own, head = own_rows(rows), model.projection
     unit1, unit2 = project(head, e1), project(head, e2)
-    gathered = None                                            # None if this rank has all rows
+    gathered = None                                            # gathered stays None if this rank has all rows
     if len(unit1) < rows:
         gathered = gather_keys(torch.stack([unit1, unit2], 1), rows, args).unbind(1)
     with loss_autocast(e1, args):

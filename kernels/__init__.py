@@ -60,7 +60,7 @@ VERSION = __version__ = "0.1.0"
 OURS = [__name__, *(f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__))]
 for installed in importlib.metadata.distributions(name="kernels"):
     __path__.append(str(installed.locate_file("kernels")))
-    __version__ = installed.version                            # other packages may read it
+    __version__ = installed.version                            # other packages may read __version__
 
 
 def __getattr__(name):

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from .masks import excluded, own_columns, positive_columns
 
-STRIP_LOGITS = 2 ** 23     # 32 MiB in float32: makes products fast, and malloc reuses blocks of this size
+STRIP_LOGITS = 2 ** 23     # a strip of 32 MiB (float32) makes products fast, and malloc reuses its memory
 ONE_STRIP = 2 ** 20        # a matrix of at most this many logits is one strip
 MIN_STRIP_ROWS = 64        # fewer rows would make products slow, because each strip reads all keys
 
@@ -42,7 +42,7 @@ def rows_of(call):
 
 def zeros_if(needed, x):
     """Return zeros in the shape of x if its gradient is needed; if not, a tensor without rows."""
-    return x.new_zeros((x if needed else x[:0]).shape)     # contiguous, as cuBLAS may refuse x's strides
+    return x.new_zeros((x if needed else x[:0]).shape)  # zeros_like would keep strides that cuBLAS may refuse
 
 
 # ── strips of logits ────────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +102,7 @@ def new_stats(x):
 def add_stats(stats, s, axis):
     """Update the statistics of softmaxes along axis by the logits s; replace s by exp(s − maximum of s)."""
     limits = torch.finfo(s.dtype)
-    # clamp to finite numbers, so that s − maximum is never ∞ − ∞ = NaN (no columns, or an infinite logit)
+    # If all columns are excluded or a logit is infinite, the maximum is infinite; clamp avoids ∞ − ∞ = NaN.
     maximum = s.amax(axis).clamp_(limits.min, limits.max)
     merge_stats(stats, maximum, s.sub_(maximum.unsqueeze(axis)).exp_().sum(axis))
 
@@ -161,7 +161,7 @@ def add_two_sided_gradients(dq, dk, q, k, strips, of_rows, of_columns, g, g_of_c
             w = (s if is_exp else s.exp_()).mul_(factors[rows, None] + column_factors[columns])
         else:
             w = (s - of_rows[0, rows, None]).exp_().mul_(factors[rows, None])
-            if triangle:    # in the square, column j uses s_ji, because s_ij may be rounded differently
+            if triangle:  # among the strip's own rows, column j uses s_ji, because s_ij may round differently
                 w[:, :right] += w[:, :right].T.clone()
             w[:, right:] += s[:, right:].sub_(of_columns[0, others]).exp_().mul_(column_factors[others])
         if len(dq):
@@ -272,7 +272,7 @@ def softmax_loss(call, both, weights, needs):
     targets, positive = positive_columns(mask, n, len(k), q.device), q.new_empty(n)
     if triangle or both:
         of_rows, of_columns, strips = two_sided_stats(q, k, temperature, mask, triangle, positive)
-        if triangle:      # only the first half is valid; both views of a sample have the same positive logit
+        if triangle:      # only positive[:n/2] is valid; both views of a sample have the same positive logit
             positive[n // 2:] = positive[:n // 2]
         loss, g = loss_and_slopes(positive, of_rows, weights)
         g = g_of_columns = g / temperature
@@ -287,7 +287,7 @@ def softmax_loss(call, both, weights, needs):
         loss, g = q.new_zeros(()), q.new_empty(n)
         for rows, columns, s in logit_strips(q, k, temperature, mask, False, positive):
             stats = new_stats(s)
-            add_stats(stats, s, 1)           # complete statistics: a strip has all columns of its rows
+            add_stats(stats, s, 1)           # these statistics are complete, because a strip has all columns
             part, g[rows] = loss_and_slopes(positive[rows], stats, weights[rows])
             loss += part
             g[rows] /= temperature
@@ -308,7 +308,7 @@ def queue_loss(call, queue, needs):
         add_stats(stats[:, rows], s, 1)
         add_products(o, o[:0], s, q, queue, rows, columns)
     o.mul_(divide(1, stats[1])[:, None])
-    positive = (q / temperature * k).sum(1)                  # round q / τ first, as for the queue's logits
+    positive = (q / temperature * k).sum(1)            # q / τ is rounded first, as in the logits of the queue
     loss, g = loss_and_slopes(positive, stats, q.new_full((len(q),), 1 / len(q)))
     if not any(needs):
         return loss, None, None, None
@@ -327,7 +327,7 @@ def sigmoid_loss(call, bias, needs, grad=1, sums=None):
     (q, k), temperature = rows_of(call), call.temperature
     n = len(q)
     dq, dk = sums or (zeros_if(needs[0] or needs[2], q), zeros_if(needs[1], k))
-    # logits of the positives (∞: no positive, whose terms are 0); Σ_j softplus(s_ij) and Σ_j σ(s_ij)
+    # In positive, ∞ means no positive (its terms are 0). totals holds Σ_j softplus(s_ij) and Σ_j σ(s_ij).
     positive, totals = q.new_full((n,), torch.inf), q.new_empty(2, n)
     for rows, columns, s in logit_strips(q, k, temperature, call.mask, positive=positive):
         s += bias

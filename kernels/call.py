@@ -19,8 +19,8 @@ from .masks import Mask, make_mask
 from .ring import RingRows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# up to this many logits (N·M) "auto" selects "eager". On a GPU starting kernels then takes longer than their
-# arithmetic; the limit there is an estimate, not measured
+# For at most this many logits (N·M), "auto" selects "eager". On a GPU, launching kernels then takes longer
+# than computing. The GPU limit is an estimate; it was not measured.
 EAGER_LOGITS, EAGER_LOGITS_ON_GPU = 2 ** 18, 2 ** 24
 
 
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     mask: Mask
     impl: str            # "triton", "blockwise" or "eager"
     product_dtype: Any   # dtype to which q and k are cast before q·kᵀ: autocast's dtype or the dtype of q
-    ring: Any = None     # RingRows without rows, if the keys are those of all processes; k has only own keys
+    ring: Any = None     # RingRows if the keys lie on all processes; k then has only this process's keys
 
     @property
     def keys(self):
@@ -68,7 +68,7 @@ class Call(NamedTuple):
         """The module whose functions fused.py differentiates."""
         if self.impl == "blockwise":
             return blockwise
-        from . import gpu  # needs Triton
+        from . import gpu  # this import needs Triton
         return gpu
 
 
@@ -98,7 +98,7 @@ def make_call(q, k, temperature, mask, normalize, impl, columns=None):
     k, product_dtype = q if self_similarity else of_all.own if of_all else k, q.dtype
     if torch.float32 in (q.dtype, k.dtype) and torch.is_autocast_enabled(q.device.type):
         product_dtype = torch.get_autocast_dtype(q.device.type)
-        # cast half-precision rows to float32, so that gradients are float32; a half k without gradient stays
+        # Cast half rows to float32, so that gradients are float32. A half k without gradient stays half.
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
     impl = choose_impl(impl, q, *() if of_all else (len(q), columns or len(k)))
     if of_all and impl == "eager":
@@ -109,7 +109,7 @@ def make_call(q, k, temperature, mask, normalize, impl, columns=None):
     if self_similarity:
         k = None if mask.is_symmetric else q
     return Call(q, k, as_scalar(temperature, accumulation_dtype), mask, impl, product_dtype,
-                of_all and replace(of_all, own=k.new_empty(0)))        # k has the rows
+                of_all and replace(of_all, own=k.new_empty(0)))       # the rows are in k, so own can be empty
 
 
 def choose_impl(impl, x, n=None, m=None):

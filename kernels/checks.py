@@ -25,7 +25,7 @@ def check_rows(offset=0, /, **named):
     offset   this rank's first row: row i of (N, ...) belongs to row offset + i of (M, ...), so M ≥ N + offset
     """
     sizes = {letter: size for letter, size in named.items() if not isinstance(size, tuple)}
-    first, device = {}, None         # first[letter]: the first (name, tensor) whose dimension 0 is `letter`
+    first, device = {}, None     # first[letter] is the first (name, tensor) whose dimension 0 has this letter
     for name, what in named.items():
         if not isinstance(what, tuple) or what[0] is None and None in what[2:]:
             continue
@@ -64,7 +64,7 @@ def check_inputs(q, k, names, temperature=1.0, offset=None, others=()):
     """
     check_rows(**{names[0]: (q, "N D"), names[1]: (k, "K D", *others)})
     if k.dtype != q.dtype:
-        device_type = q.device.type                            # half: dtype to which autocast casts float32
+        device_type = q.device.type              # half is the dtype to which autocast casts float32, or False
         half = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         if {q.dtype, k.dtype} != {torch.float32, half}:
             raise ValueError(f"{names[1]}: dtype {k.dtype}, expected {q.dtype} like {names[0]}")
@@ -162,7 +162,7 @@ def check_index(name, x, count, allowed=None):
     Only integer tensors on the CPU are checked: to read a tensor on a GPU, the host would have to wait.
     """
     if x.dtype in INTEGERS and x.is_cpu and not torch.compiler.is_compiling():
-        x = x.long()                     # x < count casts count to the dtype of x: in int8, 300 is 44
+        x = x.long()                   # x < count would cast count to the dtype of x: in int8, 300 becomes 44
         wrong = (x < 0) | (x >= count)
         wrong = wrong if allowed is None else wrong & (x != allowed)
         if wrong.any():

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from .checks import describe, refuse_second_derivative
 from .gather import cat_rows
 
-TRIM_SECONDS = 1               # least time between two calls of malloc_trim, which slows later allocations
+TRIM_SECONDS = 1               # minimum time between two calls of malloc_trim, because it slows allocations
 
 
 def embed_in_chunks(embed, chunks, module):
@@ -74,7 +74,7 @@ class EmbedChunk(torch.autograd.Function):
 
     trained  one of the module's weights, which requires a gradient: else autograd would not call backward
     """
-    last_trim = 0.0            # time.monotonic() of the last call of malloc_trim, for all chunks
+    last_trim = 0.0           # time.monotonic() at the last call of malloc_trim; all chunks share this number
 
     @staticmethod
     def forward(ctx, embed, chunk, module, weights, trained):
@@ -102,7 +102,7 @@ class EmbedChunk(torch.autograd.Function):
             torch.set_rng_state(ctx.random_state)
             set_device_states(*ctx.device_states)
             z = ctx.embed(ctx.chunk)
-        for buffer, old in buffers:                            # running statistics count a chunk only once
+        for buffer, old in buffers:        # undo the changes: running statistics must count a chunk only once
             buffer.data = old
         if z.requires_grad:
             torch.autograd.backward(z, gradient)
@@ -124,11 +124,11 @@ def version(x):
     """Return nested lists that differ if a tensor, an array or a container inside x changes in place."""
     if isinstance(x, torch.Tensor):
         return id(x), None if x.is_inference() else x._version
-    if isinstance(x, np.ndarray):                              # NumPy does not count changes
+    if isinstance(x, np.ndarray):                              # NumPy arrays have no version counter
         return hash(x.tobytes())
     if dataclasses.is_dataclass(x):
         return [version(getattr(x, field.name)) for field in dataclasses.fields(x)]
-    if isinstance(x, Mapping):                                 # also transformers.BatchEncoding
+    if isinstance(x, Mapping):                                 # transformers.BatchEncoding is a Mapping, too
         return [(key, version(value)) for key, value in x.items()]
     return [version(item) for item in x] if isinstance(x, (tuple, list)) else id(x)
 

@@ -28,13 +28,13 @@ class Product(torch.autograd.Function):
         if dtype == torch.float16:                             # small gradients would underflow
             scale = gradient.detach().nan_to_num(0, 0, 0).abs().amax().clamp(min=1e-30) / 2 ** 14
             gradient = gradient / scale
-        if torch.is_grad_enabled():                            # create_graph=True: differentiable again
+        if torch.is_grad_enabled():                 # with create_graph=True, gradients must be differentiable
             da = Product.apply(gradient, b.T, dtype) if needs_a else None
             db = Product.apply(a.T, gradient, dtype) if needs_b else None
         else:
             gradient, a_dtype, b_dtype = cast(gradient, dtype), a.dtype, b.dtype
             if scale is not None:
-                a_dtype = b_dtype = torch.float32              # autograd casts da and db
+                a_dtype = b_dtype = torch.float32          # autograd casts da and db to the dtypes of a and b
             da = multiply(gradient, cast(b, ctx.dtype, dtype).T, a_dtype) if needs_a else None
             db = multiply(cast(a, ctx.dtype, dtype).T, gradient, b_dtype) if needs_b else None
         if scale is not None:
@@ -106,7 +106,7 @@ def softmax_loss(call, both=False, weights=None):
     n, m = logits.shape
     if call.mask.exclude == "pair" and n == m:
         exclude_diagonal(logits, 0)
-    elif call.mask.exclude == "pair":                          # m: views of all ranks
+    elif call.mask.exclude == "pair":                          # m is the number of views of all ranks
         own = own_columns(call.mask, torch.arange(n, device=logits.device), n, m)
         logits.detach().scatter_(1, own[:, None], -torch.inf)
     targets = positive_columns(call.mask, n, m, logits.device)
@@ -145,7 +145,7 @@ def sup_con_loss(call, views, labels, offset):
     columns = labels.repeat_interleave(views)
     positive = columns[first:first + len(s), None] == columns
     positive.diagonal(first).fill_(False)
-    s.detach().diagonal(first).fill_(torch.finfo(s.dtype).min)             # −∞ would give 0 · ∞ = NaN
+    s.detach().diagonal(first).fill_(torch.finfo(s.dtype).min)      # with −∞, cross_entropy gives 0 · ∞ = NaN
     return F.cross_entropy(s, positive.to(s.dtype) / positive.sum(1, keepdim=True).clamp(min=1))
 
 

@@ -49,7 +49,7 @@ def first_order(backward):
     @functools.wraps(backward)
     def run(ctx, grad, *rest):
         refuse_second_derivative("kernels")
-        return backward(ctx, grad.resolve_neg(), *rest)        # kernels read memory, which is not negated
+        return backward(ctx, grad.resolve_neg(), *rest)   # kernels read raw memory, without the lazy negation
     return outside_autocast(run)
 
 
@@ -66,7 +66,7 @@ class TwoPasses(torch.autograd.Function):
     @outside_autocast
     def forward(ctx, q, k, temperature, call, forward, backward, *bias):
         result, *tensors = forward(call)
-        # autograd raises an error if one of these tensors is changed in place before backward
+        # Because these are saved, autograd raises an error if one is changed in place before backward.
         vectors = [x for x in call.mask if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*tensors, q, k, temperature, *bias, *vectors)
         ctx.call, ctx.differentiate, ctx.count = call._replace(q=None, k=None), backward, len(tensors)
@@ -174,15 +174,15 @@ def sup_con_loss(call, views, labels, offset):
     A view with one positive p has the loss softplus(lse − s_p), as in other losses: lse sums over negatives
     only. A view with several positives has the loss lse − (mean of s_p): lse sums over all other views.
     """
-    # float32 gradients, which are not rounded: those of lse and of s_p nearly cancel
+    # Gradients are float32 and are not rounded, because those of lse and s_p nearly cancel.
     q, k = (None if x is None else round_forward(cast(x, call.temperature.dtype), call.product_dtype)
             for x in call[:2])
     call, own = call._replace(q=q, k=k), slice(offset, offset + len(q) // views)
-    # number a label by its first position in the sorted labels; torch.unique would synchronise with the GPU
+    # A label's number is its first position in the sorted labels. torch.unique would wait for the GPU.
     ordered = labels.sort().values
     number = torch.searchsorted(ordered, labels, out_int32=True)
     count = torch.searchsorted(ordered, labels, right=True, out_int32=True) - number
-    # a view leaves out the views with its own id: itself and, if it has one positive, this positive
+    # Each view excludes the views with its id: itself and, if it has only one positive, this positive.
     unique = torch.arange(-1, -1 - len(labels) * views, -1, dtype=torch.int32, device=labels.device)
     ids = torch.where((count * views == 2)[:, None], number[:, None], unique.view(-1, views))
     column_ids = ids.flatten()
@@ -191,7 +191,7 @@ def sup_con_loss(call, views, labels, offset):
     keys = rows if k is None else k.unflatten(0, (-1, views))
     sums = keys.new_zeros(len(labels), keys.shape[2])
     add_rows(sums, number.long(), keys.sum(1))
-    # sum of a view's positives; F.embedding has a deterministic backward pass, indexing has none
+    # others is the sum of a view's positives. Unlike indexing, F.embedding has a deterministic backward pass.
     others = F.embedding(number[own], sums)[:, None] - keys[own]
     near = (rows * others).sum(2) / (positives.clamp(min=1) * call.temperature)
     gap = similarity_lse(call._replace(mask=mask)).view_as(near) - near

@@ -171,7 +171,7 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     if base_temperature is not None:
         checks.check_number("base_temperature", base_temperature, checks.SMALLEST, device=z.device)
     views, by_pair = z.shape[1], labels is None and z.shape[1] == 2
-    if by_pair:                                            # nt_xent: first views, then second views
+    if by_pair:                                  # as in nt_xent, the first views come before the second views
         mask, rows, keys = Mask("pair", offset=offset), z.transpose(0, 1), all_z.transpose(0, 1)
     else:
         mask, rows, keys = Mask("diagonal", offset=offset * views), z, all_z
@@ -244,7 +244,7 @@ def row_weights(targets, classes, ignored, ignore_index):
     if is_readable and not 0 <= ignore_index < classes and torch.equal(inside, targets):
         return inside, None
     is_inside = inside == targets
-    weights = (is_inside / is_inside).masked_fill(ignored, 0)      # 0 / 0 is NaN
+    weights = (is_inside / is_inside).masked_fill(ignored, 0)  # an invalid target gets the weight 0 / 0 = NaN
     if is_readable and weights.isnan().any():
         row = weights.isnan().nonzero()[0].item()
         expected = f"0 to {classes - 1}, or ignore_index, {ignore_index}"

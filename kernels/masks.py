@@ -22,7 +22,7 @@ class Mask(NamedTuple):
     offset                       row i belongs to column i + offset; transposed() changes the sign of offset
     """
     exclude: str = "none"
-    row_ids: Tensor | None = None         # from here on, the fields have the order of gpu/launch.KernelMask
+    row_ids: Tensor | None = None       # KernelMask in gpu/launch.py starts with the fields from here on
     column_ids: Tensor | None = None
     row_groups: Tensor | None = None
     column_groups: Tensor | None = None

@@ -26,10 +26,10 @@ from .masks import positive_columns
 class RingRows:
     """The result of ring_rows: stands for the rows of all processes, but has only those of this process."""
     own: torch.Tensor        # (n, ..., D) rows of this process, with gradient
-    shares: list             # slice of the rows of each process
+    shares: list             # one slice per process: its rows in the batch of all processes
     rank: int                # number of this process in the group
     group: object = None     # process group; None: all processes
-    views: int = 1           # number of rows per element of the slices: 1, or 2 after cat_views
+    views: int = 1           # each index in a slice stands for 1 row, or for 2 rows after cat_views
 
     def __post_init__(self):
         self.shape = (self.views * self.shares[-1].stop, *self.own.shape[1:])
@@ -39,13 +39,13 @@ class RingRows:
         return self.shape[0]
 
     def __getitem__(self, rows):
-        if isinstance(rows, tuple) and rows[0] == slice(None):     # such as [:, None]
+        if isinstance(rows, tuple) and rows[0] == slice(None):     # an index such as [:, None] keeps all rows
             return dataclasses.replace(self, own=self.own[rows])
         if rows != self.shares[self.rank]:
             raise ValueError(f"ring_rows: found {rows}, expected this process's {self.shares[self.rank]}")
         return self.own
 
-    def unbind(self, dim):                                     # as Tensor.unbind, for dim > 0
+    def unbind(self, dim):                                 # this works as Tensor.unbind, but only for dim > 0
         return [dataclasses.replace(self, own=own) for own in self.own.unbind(dim)]
 
 
@@ -88,7 +88,7 @@ def exchange(ring, x, hop):
     def wait():
         for request in requests:
             request.wait()
-        return operations[1].tensor                            # `operations` keeps x as long as wait exists
+        return operations[1].tensor             # operations keeps x alive as long as the function wait exists
     return wait
 
 
@@ -100,7 +100,7 @@ def blocks(call):
         share = ring.shares[(ring.rank - hop) % world]
         yield hop, call._replace(k=block, mask=mask_of_block(call.mask, len(call.q) // ring.views, share))
         block = wait() if wait else None
-        del wait                                               # and with it the block that was sent
+        del wait                                               # this also frees the block that was sent
 
 
 def mask_of_block(mask, count, share):
@@ -120,7 +120,7 @@ def sum_over_blocks(call, needs, gradients_of, targets=None, dlse=None):
     """
     sums, of_block = None, (needs[0] or needs[2], needs[1], False, *needs[3:])
     for hop, block in blocks(call._replace(q=cast(call.q, call.temperature.dtype))):
-        terms = gradients_of(block, of_block, sums)            # not rounded: q has the dtype of sums here
+        terms = gradients_of(block, of_block, sums)        # q has the dtype of sums, so terms are not rounded
         sums = list(terms) if sums is None else [
             total if term is None or term is total else total.add_(term) for total, term in zip(sums, terms)]
         del block, terms                                       # free them before more memory is needed
@@ -148,12 +148,12 @@ def softmax_loss(call, both=False):
 
 def lse_forward(call, targets):
     """Return (log-sum-exp (N,) or loss, targets, dloss_dlse, stats, ...): the latter are for lse_backward."""
-    is_triton = call.impl == "triton"                          # its statistics are in log2 units
+    is_triton = call.impl == "triton"                          # Triton's statistics are in log2 units
     exp, log, unit = (torch.exp2, torch.log2, math.log(2)) if is_triton else (torch.exp, torch.log, 1)
     stats = new_stats(call.q.new_empty(len(call.q), dtype=call.temperature.dtype))
-    for _, block in blocks(call):                              # rest: Triton's COMMON_M, here always None
+    for _, block in blocks(call):                    # rest holds Triton's COMMON_M, which is always None here
         _, (maximum, total), *rest = block.compute.similarity_lse(block)
-        maximum = maximum.where(total != 0, stats[0])          # 0: the mask excludes all keys of the block
+        maximum = maximum.where(total != 0, stats[0])  # total is 0 if the mask excludes all keys of the block
         merge_stats(stats, maximum, total, exp)
         del block
     lse = (stats[0] + log(stats[1])) * unit
@@ -176,10 +176,10 @@ def lse_backward(call, grad, targets, dloss_dlse, stats, *rest):
 @without_compile
 def sigmoid_loss(call, bias):
     """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which are own keys, else +."""
-    own_positives(call)                                        # raises if the own keys are not the positives
+    own_positives(call)                  # this raises ValueError if the positives are not this process's keys
     def forward(call):
         losses = (block.compute.sigmoid_loss(block, bias, [False] * 4)[0] for _, block in blocks(call))
-        return sum(losses), bias                               # bias is for backward
+        return sum(losses), bias                               # backward needs bias
     return TwoPasses.apply(*call[:3], call, forward, sigmoid_backward, bias)
 
 

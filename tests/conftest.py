@@ -12,7 +12,7 @@ from pathlib import Path
 # Haswell and Zen CPUs rounds a product and its transpose differently, so tests of extreme logits would fail.
 if platform.machine() == "x86_64":
     os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
-os.environ.setdefault("OMP_NUM_THREADS", "1")           # one thread per worker of pytest-xdist, in NumPy too
+os.environ.setdefault("OMP_NUM_THREADS", "1")           # each worker of pytest-xdist has one thread
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # Triton reads this when the kernels are imported
-    torch.set_num_threads(1)                            # makes equal runs bitwise equal
+    torch.set_num_threads(1)                            # with one thread, equal runs are bitwise equal
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.fsync = lambda file: None                            # files of tests need not survive a power failure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -92,6 +92,6 @@ def documents(tmp_path_factory):
     lines = [f"{line}\n" for line, in SENTENCES]
     for name, first, count in (("train.txt", 0, 8), ("held-out.txt", 500, 4)):
         parts = ["".join(lines[i:i + 5]) for i in range(first, first + 5 * count, 5)]
-        parts += [f"{line[:9]}.\n{line[9:18]}.\n" for line in lines[first:first + count]]   # short texts
-        Path(folder, name).write_text("I\n" + "\n".join(parts), "utf-8")         # a sentence of one word
+        parts += [f"{line[:9]}.\n{line[9:18]}.\n" for line in lines[first:first + count]]   # short documents
+        Path(folder, name).write_text("I\n" + "\n".join(parts), "utf-8")      # the first sentence is only "I"
     return folder / "train.txt", folder / "held-out.txt"

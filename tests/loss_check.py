@@ -12,7 +12,7 @@ DEVICE = "cuda" if GPU else "cpu"                              # without a GPU, 
 BOTH = ["eager", "blockwise"]
 IMPLS = {torch.float64: BOTH, torch.float32: [*BOTH, "triton"], torch.float16: [*BOTH, "triton"],
          torch.bfloat16: [*BOTH, "triton"] if GPU else BOTH}   # the interpreter's bfloat16 products are wrong
-# EAGER: largest error of eager. MORE: addition to three times eager's error, which may be tiny by chance
+# EAGER: limit for the error of eager. Others may have 3 · eager's error (which may be tiny) + MORE.
 EAGER = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 MORE = {torch.float64: 1e-10, torch.float32: 5e-7, torch.float16: 3e-4, torch.bfloat16: 2e-3}
 
@@ -49,7 +49,7 @@ def error_of(found, exact):
     if found.shape != exact.shape or not torch.equal(found[~finite], exact[~finite]):
         return torch.inf
     found, exact = found[finite], exact[finite]
-    if found.equal(exact):                                     # also without entries, or if all are 0
+    if found.equal(exact):                                     # avoid 0 / 0 for empty tensors and for zeros
         return 0.0
     return ((found - exact).abs().max() / exact.abs().max()).item()
 
@@ -58,7 +58,7 @@ def check(loss, formula, arguments, dtypes=IMPLS):
     """Compare a loss with its formula in all dtypes and implementations; fail with a list of all problems."""
     sizes = {name: tuple(x.shape) for name, x in arguments.items() if isinstance(x, torch.Tensor)}
     shown = {name: "..." if isinstance(x, tuple) else x for name, x in arguments.items()} | sizes
-    is_large = max(shape[0] for shape in sizes.values() if shape) > 500        # too slow in the interpreter
+    is_large = max(shape[0] for shape in sizes.values() if shape) > 500     # the interpreter is too slow here
     has_impl, problems = "impl" in inspect.signature(loss).parameters, []
     for dtype in dtypes:
         rounded = {name: cast(x, dtype, "cpu") for name, x in arguments.items()}

@@ -102,7 +102,7 @@ def masked_products(q, k=None, temperature=1.0, exclude=None, within=None, simil
 
 def similarity_lse(**arguments):
     products = masked_products(**arguments)
-    empty = products.isneginf().all(1)                         # rows with all columns excluded: no gradient
+    empty = products.isneginf().all(1)                         # rows without columns must have no gradient
     return products.masked_fill(empty[:, None], 0).logsumexp(1).masked_fill(empty, -torch.inf)
 
 

@@ -32,13 +32,13 @@ from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTo
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
 SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
-MORE = sorted(f"docs/more/{path.stem}" for path in ROOT.glob("docs/more/*.py")      # further papers
+MORE = sorted(f"docs/more/{path.stem}" for path in ROOT.glob("docs/more/*.py")     # scripts of further papers
               if "def make_parser" in path.read_text("utf-8"))
 NLI = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:]
 GOOD = "A man eats.,He eats.\nA dog runs.,It runs.\nThe sun is up.,It is day.\n"    # text of good.csv
 SMALL = ["--data", "good.csv", "--model", "scratch", "--batch-size", "2", "--steps", "1"]
 KEPT = [*SMALL, "--keep-state", "always"]
-ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # 12 rows, not truncated
+ONE_BATCH = ["--batch-size", "12", "--max-length", "512", "--steps", "1"]        # one step with 12 whole rows
 SENTENCES = [[line] for line in (DATA / "sentences.txt").read_text(encoding="utf-8").splitlines()]
 
 # ── data and models ─────────────────────────────────────────────────────────────────────────────────────────
@@ -102,11 +102,11 @@ def become_script(name, flags, folder, setup):
     for path, descriptor in (("printed", 1), ("errors", 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    multiprocessing.set_start_method(None, force=True)         # not set, as in a new Python process
+    multiprocessing.set_start_method(None, force=True)         # a new Python process has no start method
     if setup:
         setup()
     sys.argv = [f"{name}.py", *flags]
-    sys.path.insert(0, str(ROOT / Path(name).parent))          # as Python does for the folder of a script
+    sys.path.insert(0, str(ROOT / Path(name).parent))          # Python also adds the folder of a script
     runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
 
 

@@ -12,7 +12,7 @@ SCRIPTS, KERNELS, CORE = sorted(ROOT.glob("*.py")), ROOT / "kernels", ROOT / "ke
 BENCHMARK, PLOT = KERNELS / "benchmark.py", ROOT / "docs" / "plot_kernels.py"
 PAPERS = [*(CORE / "papers").glob("*.py"), CORE / "plot.py"]
 TRAINING = [file for file in CORE.rglob("*.py") if file not in PAPERS]
-MORE = sorted((ROOT / "docs" / "more").glob("*.py"))           # further papers
+MORE = sorted((ROOT / "docs" / "more").glob("*.py"))           # code of further papers
 ALL_SCRIPTS = [*SCRIPTS, *(file for file in MORE if "def make_parser" in file.read_text("utf-8"))]
 CODE = [*SCRIPTS, *MORE, PLOT, *sorted(KERNELS.rglob("*.py"))]
 # {part: (its files, largest sum of their lines)}. A limit may only fall.
@@ -26,7 +26,7 @@ T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training
 MAY_IMPORT = {"kernels.gpu": {"leaf"}, "kernels": {"kernels.gpu"}, T: {"kernels"}, TEXT: {"kernels", T},
               IMAGES: {"kernels", T}, f"{T}.papers": {"kernels", T, TEXT, IMAGES}, "docs": {"kernels", T}}
 MAY_IMPORT[""] = {*MAY_IMPORT[f"{T}.papers"], f"{T}.papers"}
-MAY_IMPORT["docs.more"] = {*MAY_IMPORT[""], ""}                # a further paper may vary one of the ten
+MAY_IMPORT["docs.more"] = {*MAY_IMPORT[""], ""}                # these may import the ten main scripts
 LEAVES = {"kernels.blockwise", "kernels.masks"}                # kernels.gpu may import these
 
 

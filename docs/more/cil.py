@@ -106,7 +106,7 @@ def build_model(args, run, relations, texts=None):
         fail(f"--model {args.model}: no heads.safetensors, expected a model that this script has trained")
     model = build_encoder(args, run, "cls", None, AutoModelForMaskedLM, texts=texts)
     cil_bags.add_marks(model)
-    set_dropout(model.encoder, 0.0, args.model)                # released scripts: no dropout
+    set_dropout(model.encoder, 0.0, args.model)                # the released scripts use no dropout
     config, width = model.encoder.config, 2 * model.encoder.config.hidden_size
     saved = [*config.id2label.values()] if heads.is_file() else None
     relations = saved if args.evaluate else relations
@@ -161,7 +161,7 @@ def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, 
         size = len(all_x) // len(bags)
         if (all_bag_of.bincount(minlength=len(bags)) != size).any():
             raise ValueError("bag_of: expected the same number of sentences in each bag")
-        # a sentence's place in its bag is its place when all sentences are sorted by bag, modulo `size`
+        # Sort all sentences by bag. A sentence's place in this order, modulo `size`, is its place in its bag.
         places = [rows.argsort(stable=True).argsort() % size for rows in (bag_of, all_bag_of)]
     negatives = similarity_lse(queries, keys, temperature, exclude=(bag_of, ids), within=places, impl=impl)
     positive = (x * a).sum(1) / temperature
@@ -191,7 +191,7 @@ def bag_scores(x, bag_of, weight, bias):
     x, bag_of      (N, D) sentence vectors, and the bag of each, (N,) integers, 0 to B − 1; no bag is empty
     weight, bias   (R, D) and (R,) parameters of the classifier
     """
-    products, count = x @ weight.T, int(bag_of.max()) + 1      # multiply first: saves a (B, R, D) tensor
+    products, count = x @ weight.T, int(bag_of.max()) + 1      # multiplying first avoids a (B, R, D) tensor
     logits = [attend(scores, bag_of, count) @ products + bias for scores in products.T]
     return torch.stack([row.softmax(1)[:, r] for r, row in enumerate(logits)], 1)
 
@@ -271,7 +271,7 @@ def main(argv=None):
     bags = [*cil_bags.group_rows(rows, "relation").items()]
     check_batch_size(len(bags), args.data, args.batch_size, "bags")
     dev = cil_bags.load_bags(args.dev, model, args) if args.dev else None
-    optimizer = UncorrectedAdamW(decay_groups(model, 1e-5), args.lr)               # released code
+    optimizer = UncorrectedAdamW(decay_groups(model, 1e-5), args.lr)               # as in released code
     warmup = args.warmup_steps
     total = args.steps or args.epochs * steps_per_epoch(len(bags), args.batch_size)
     run.begin(model, optimizer, total, warmup)

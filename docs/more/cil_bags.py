@@ -15,7 +15,7 @@ from kernels.training.errors import fail, log
 from kernels.training.progress import progress
 from kernels.training.text.tokens import tokenise
 
-MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # start and end of head and tail
+MARKS = {"h": ("[H-CLS]", "[H-SEP]"), "t": ("[T-CLS]", "[T-SEP]")}     # start and end marks of both entities
 UNKNOWN = "NA", "no_relation"                                  # both names mean: no relation is known
 WORD = re.compile(r"\w\w+")                                    # a word that an edit may change
 
@@ -83,7 +83,7 @@ class WordEditor:
         for words in texts:
             totals.update({word: n * self.idf(word) / len(words) for word, n in Counter(words).items()})
         self.vocabulary, most = [*totals], max(totals.values(), default=0)
-        # draw new words with weight (largest total − own total) + 1e-9, because the weights must not all be 0
+        # A new word has the weight (largest total − its total) + 1e-9. Without 1e-9, all weights could be 0.
         self.cumulative = [*itertools.accumulate(most - total + 1e-9 for total in totals.values())]
 
     def idf(self, word):
@@ -100,7 +100,7 @@ class WordEditor:
         values = [self.idf(word) / len(words) for word in words]
         most = max(values)
         gaps = [most - value for value in values]
-        # draw words without replacement. Weight: the gap to the largest TF-IDF; words with gap 0 come last
+        # Draw words without replacement. Their weight is the gap to the largest TF-IDF. Gap 0 comes last.
         keys = [(1, math.log(1 - rng.random()) / gap) if gap > 0 else (0, rng.random()) for gap in gaps]
         chosen = sorted(range(len(words)), key=keys.__getitem__)[len(words) - count :]
         for i, new in zip(chosen, rng.choices(self.vocabulary, cum_weights=self.cumulative, k=count)):

@@ -57,7 +57,7 @@ from uncorrected_adamw import UncorrectedAdamW
 CUTOFFS = dict(feature_cutoff=0.2, token_cutoff=0.15, embedding_dropout=0.2)
 VIEWS = dict(dropout=0.0, shuffle=0.0) | CUTOFFS
 RELEASED = dict(batch_size=96, lr=5e-7, epochs=10)
-SCRATCH = dict(batch_size=32, lr=2e-4, epochs=4)               # with --model scratch
+SCRATCH = dict(batch_size=32, lr=2e-4, epochs=4)               # defaults with --model scratch
 
 
 def make_parser():
@@ -135,7 +135,7 @@ def cutoff(x, mask, name, rate):
         parts = parts.expand_as(x)
     keys = random_keys(parts.flatten(1))
     counts = (parts.flatten(1).sum(1, keepdim=True).double() * rate).long()
-    zeros = keys < keys.sort(1).values.gather(1, counts)       # the `counts` smallest keys of each text
+    zeros = keys < keys.sort(1).values.gather(1, counts)       # True for the `counts` smallest keys of a text
     return x.masked_fill(zeros.view(parts.shape), 0)
 
 
@@ -173,7 +173,7 @@ def changed_embeddings(encoder, args, mask, view, noise=None):
         return output
 
     def change(_, __, x):
-        x = x if noise is None else x + reorder(noise, order)  # noise follows its token
+        x = x if noise is None else x + reorder(noise, order)  # reorder moves the noise with its token
         for number, (name, rate) in enumerate(zip(args.views, args.view_rates)):
             rows = (view == number).nonzero()[:, 0]
             if name in CUTOFFS and len(rows):

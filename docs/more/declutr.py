@@ -71,8 +71,8 @@ def make_parser():
 
 
 PAPER = dict(batch_size=16, epochs=1, lr=5e-5)
-SCRATCH = dict(batch_size=8, epochs=10, lr=1e-3)               # with --model scratch
-MIN_SPAN = 32                                                  # least number of tokens of a span (paper)
+SCRATCH = dict(batch_size=8, epochs=10, lr=1e-3)               # defaults with --model scratch
+MIN_SPAN = 32                                                  # minimum number of tokens of a span (paper)
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────
@@ -163,7 +163,7 @@ def sample_cell(cells, left, rng):
 def masked_embeddings(model, batch, impl="auto"):
     """Mask tokens of a batch and embed it. Return (embeddings (n, H), this rank's part of the mean cross
     entropy of the masked tokens). One forward pass computes both, as in the released code."""
-    def embed_group(group):                                    # two more columns: loss sum and token count
+    def embed_group(group):                                    # appends the columns loss sum and token count
         z, sums = embed_masked(model, group, impl)
         return torch.cat([z, F.pad(sums, (0, 0, 0, len(z) - 1))], 1)
 
@@ -182,7 +182,7 @@ def compute_loss(model, batch, rows, args):
         z1, mlm = model(anchors), masked_lm_loss(model, anchors, args.impl)
     z2 = torch.stack(model(positives).chunk(args.spans[1])).mean(0)
     gathered = None
-    if len(z1) < rows * count:                                 # several ranks: gather a row per document
+    if len(z1) < rows * count:                                 # with several ranks, gather a row per document
         gathered = [gather_keys(z.unflatten(0, (-1, count)), rows, args).flatten(0, 1) for z in (z1, z2)]
     with loss_autocast(z1, args):
         loss = nt_xent(z1, z2, args.temperature, gathered=gathered, offset=own_rows(rows).start * count,

@@ -88,7 +88,7 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
         penalty = (logits1 - logits2)[:, 0].square()
     else:
         log1, log2 = logits1.log_softmax(1), logits2.log_softmax(1)
-        penalty = ((log1.exp() - log2.exp()) * (log1 - log2)).sum(1) / 2       # both KL divergences
+        penalty = ((log1.exp() - log2.exp()) * (log1 - log2)).sum(1) / 2       # = (KL(P1‖P2) + KL(P2‖P1)) / 2
     return tasks + alpha * penalty.mean() if form == "paper" else tasks / 2 + alpha * penalty.sum()
 
 
@@ -105,7 +105,7 @@ def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
     loss = sup_con_loss(z, labels, temperature, gathered=gathered, offset=offset, normalize=True)
     all_labels = labels if gathered is None else gathered[1]
     _, group, sizes = all_labels.unique(return_inverse=True, return_counts=True)
-    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()                 # fraction with a positive
+    share = (sizes[group] * z.shape[1] > 1).to(z.dtype).mean()             # fraction of texts with a positive
     return loss / share.clamp(min=1 / len(all_labels))
 
 
@@ -123,7 +123,7 @@ def classify_with_features(model, inputs):
         fail(f"{type(model).__name__}: a forward pass must call the last linear layer with {labels} outputs "
              f"once, but calls it {len(seen)} times; use another --model", every_rank=True)
     features, = seen
-    if features.dim() == 3:                                    # GPT-2: of all tokens; use the last real one
+    if features.dim() == 3:                                    # (n, L, H) in GPT-2; take the last real token
         places = torch.arange(1, features.shape[1] + 1, device=model.device)
         last = (places * inputs["attention_mask"]).argmax(1)
         features = features[torch.arange(len(last), device=model.device), last]

@@ -54,7 +54,7 @@ def make_parser():
         help="m, weight of the old vector when a stored vector changes; default 0.5 (released code)")
     add("--bn-splits", type=at_least(1, int), default=8,
         help="number of parts of the global batch with separate batch-norm statistics; default 8 (MoCo)")
-    parser.set_defaults(v1=True, head_layers=1, projection_dim=128)            # for functions of moco.py
+    parser.set_defaults(v1=True, head_layers=1, projection_dim=128)          # functions of moco.py read these
     return parser
 
 
@@ -124,7 +124,7 @@ def main(argv=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=args.weight_decay)
     run.begin(model, optimizer, total, then=evaluation.probe_text(images, args))
     evaluation.evaluate_before(model, images, run)
-    images.start_training_views(run, total, 0.2, 1)            # least area of a crop (released code)
+    images.start_training_views(run, total, 0.2, 1)            # 0.2: smallest area of a crop (released code)
     model.train()
     for step, picked in run.steps(total, len(images), min_rows=args.batch_size):  # only full batches
         set_lr(optimizer, lr * lr_factor((step - 1) // epoch, total / epoch, args))

@@ -58,7 +58,7 @@ def make_parser():
     parser.add_shared("--adversarial", 0.1, "0.1 (released code)")
     add("--ood", group="evaluation", reads="held-out data",
         help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
-    parser.set_defaults(supcon_weight=1.0)                     # for load_data of finetune.py
+    parser.set_defaults(supcon_weight=1.0)                     # load_data of finetune.py reads this value
     return parser
 
 
@@ -74,7 +74,7 @@ def load_unseen(args):
         import sklearn.neighbors  # noqa: F401
     except ImportError:
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
-    count, columns = args.widths[0] - 1, (args.columns or ())[:-1]      # no args.columns without a header
+    count, columns = args.widths[0] - 1, (args.columns or ())[:-1]     # args.columns is None without a header
     header, _ = read_table(args.ood, names=columns)
     _, table = read_table(args.ood, empty_cell, columns=columns if header and columns else None)
     rows = [(tuple(texts), 0) for _, texts in table]
@@ -144,7 +144,7 @@ def compute_ood_loss(model, batch, rows, args):
     logits, z, z_adv = adversarial_views(model, inputs, labels, args.adversarial)
     loss = ood_contrastive_loss(z, z_adv, labels, args.temperature, args.form,
                                 **gathered_rows(torch.stack([z, z_adv], 1), labels, rows))
-    # 0 · logits: the last layer's gradient is 0, not None, so AdamW steps as on several ranks
+    # Without 0 · logits, the last layer has no gradient if there is one rank. AdamW skips such layers.
     loss = (loss + 0 * logits.sum()) * (len(labels) / rows)
     return loss, {"loss": loss.detach()}
 
@@ -176,7 +176,7 @@ def detector_scores(logits, z, train, labels):
     """
     from sklearn.neighbors import LocalOutlierFactor
 
-    # compares the density around z with the density around its nearest training texts (20: released code)
+    # LOF compares the density around z with that around its 20 nearest training texts (20: released code)
     factor = LocalOutlierFactor(n_neighbors=min(20, len(train) - 1), novelty=True).fit(train.double().numpy())
     return {"maximum softmax": logits.double().softmax(1).amax(1).numpy(),
             "local outlier factor": factor.score_samples(z.double().numpy()),
@@ -232,7 +232,7 @@ def main(argv=None):
     data = {name: tokenise_texts(rows, model, args.max_length, training=name == "train")
             for name, rows in data.items()}
     epoch = steps_per_epoch(len(data["train"]), args.batch_size)
-    first_stage = args.ood_epochs * epoch                      # number of steps
+    first_stage = args.ood_epochs * epoch                      # number of steps of the first stage
     total = first_stage + (args.steps or args.epochs * epoch)
     warmup = math.ceil(total / 10)
     args.eval_every = args.eval_every or epoch

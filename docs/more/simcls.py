@@ -66,13 +66,13 @@ def make_parser():
 
 
 RELEASED = dict(batch_size=12, epochs=5, lr=2e-3)
-SCRATCH = dict(batch_size=12, epochs=20, lr=20.0, pooling="avg")               # with --model scratch
+SCRATCH = dict(batch_size=12, epochs=20, lr=20.0, pooling="avg")               # defaults with --model scratch
 
 # {role: usual names of its column}; a number may follow the name of a candidate column
 ROLES = {"text": SENTENCE_COLUMNS["anchor"] + "document source article".split(),
          "reference": SENTENCE_COLUMNS["positive"] + "reference summary target".split(),
          "candidate": SENTENCE_COLUMNS["negative"] + "candidate candidates cand".split()}
-SCORES = {"scores": "scores rouge rouges candidatescores".split()}             # last column of --dev
+SCORES = {"scores": "scores rouge rouges candidatescores".split()}         # names of the last column of --dev
 
 
 # ── data and model ──────────────────────────────────────────────────────────────────────────────────────────

@@ -36,7 +36,7 @@ from .products import (
 from .shift import Sides, SoftmaxSide, as_side, new_sides, shift_of_norms
 from .tiles import cast_for_matmul, kernel
 
-MIN_WIDE_D = 2048                         # from this D on, tiles of half types have 256 columns on an H100
+MIN_WIDE_D = 2048                        # from this D on, tiles of half types can have 256 columns on an H100
 
 
 @kernel
@@ -101,7 +101,7 @@ def accumulate_strips(dq, dk, given, weights):
     """
     call = aligned(given)
     q, k = without_padding(call, given)
-    (n, features), m = q.shape, len(k)                             # m: number of keys
+    (n, features), m = q.shape, len(k)                             # m is the number of keys
     shift = None if q.dtype == torch.float16 else shift_of_norms(call)[0]
     height = min(n, strip_height(q.element_size(), m, features))
     config = tile_config(q, call.mask)

@@ -90,7 +90,7 @@ def weights_kernel(W, X_SIDE, Y_SIDE, COMMON_M, tiles, first_x, first_y, tiles_x
 
 def similarity_lse_backward(call, grad, stats, common_m, needs):
     """Return (dq, dk, dτ) for the upstream gradient grad (N,); stats and common_m are from similarity_lse."""
-    largest = largest_finite(grad)              # divide by it: the kernels expect |dloss/dlse| ≤ 1
+    largest = largest_finite(grad)       # grad is divided by largest, because kernels expect |dloss/dlse| ≤ 1
     rows = as_side(make_side(stats, (grad / largest).contiguous()))
     sides = Sides(rows, rows if call.k is None else as_side(None), common_m)
     return gradients(call, sides, GradientScaling(largest, 1.0, False, call.q.dtype), needs)
@@ -134,10 +134,10 @@ def large_d_gradients(call, sides, scaling, needs):
     call = aligned(given)
     config = tile_config(call.q, call.mask, square=self_similarity)
     if capability(call.q) >= 10 and sides.are_two:
-        config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # 128 × 128 would spill registers
+        config |= dict(BLOCK_N=64, BLOCK_M=64, num_warps=4)        # tiles of 128 × 128 would spill registers
     operands, rest = kernel_args(call, config)
     if sides.are_two and (operands[-1].q_stride is not None or call.mask.row_ids is not None):
-        rest |= dict(num_warps=8)          # pointers take more registers than descriptors, and so do ids
+        rest |= dict(num_warps=8)     # pointers need more registers than descriptors; ids need registers, too
 
     def fill_weights(w, w_row_stride, first_x, first_y, tiles_x, tiles_y):
         triangle = self_similarity and first_x == first_y

@@ -34,7 +34,7 @@ def small_d_kernel(DX, DOT, X_SIDE, Y_SIDE, COMMON_M, X, Y, MASK, N, M, SHAPE, F
     if COMMON_M is not None:
         common_m = tl.load(COMMON_M)
     dx = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # 1: with a finite common_m; 2: without
+    for exponentials in tl.static_range(1 + (COMMON_M is None), 3):    # 1 runs if common_m is finite, else 2
         end = tl.where((common_m < float("inf")) == (exponentials == 1), M, 0)
         for column in range(0, end, BLOCK_M):
             columns = column + tl.arange(0, BLOCK_M)
@@ -87,7 +87,7 @@ def gradient_of_q(given, call, sides, scaling, needs_dot=False):
     dq = torch.empty(n, d, dtype=scaling.dtype, device=device)
     dot = torch.empty(n, dtype=torch.float32, device=device) if needs_dot else None
     operands, rest = kernel_args(call, config)
-    if operands[-1].q_stride is not None:                          # pointers take registers, too
+    if operands[-1].q_stride is not None:                      # pointers need more registers than descriptors
         rest |= dict(BLOCK_M=min(64, rest["BLOCK_M"]), maxnreg=max(168, rest["maxnreg"]))
     launch(small_d_kernel, (cdiv(n, config["BLOCK_N"]),), dq, dot, *sides, *operands,
            finish_args(given, scaling), **rest)

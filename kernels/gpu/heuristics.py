@@ -18,11 +18,11 @@ import torch
 MAX_SMALL_D = 128              # up to this D, gradient_small_d is expected to be faster than gradient
 MAX_QUEUE_D = 256              # up to this D, registers can hold a tile of rows and its gradient
 TOPK_SLOTS = 64                # largest n of the topk kernel, which keeps n columns per row in registers
-SHIFT_LOGITS = 2 ** 26         # up to this many logits, a shift should save less than its launches cost
-WEIGHT_BUFFER_BYTES = 2 ** 27  # 128 MiB: buffer for softmax weights in products.py
-TABLE_BYTES = 2 ** 25          # 32 MiB: limit for tables of statistics in lse_forward (see table_block_shape)
-STRIP_BYTES = 2 ** 29          # 512 MiB: limit for a strip in fused_forward_backward (see strip_height)
-MIN_FUSED_ROWS = 2048          # fewer rows per strip: updating dk costs more than computing the logits twice
+SHIFT_LOGITS = 2 ** 26         # up to this many logits, a shift probably saves less time than it costs
+WEIGHT_BUFFER_BYTES = 2 ** 27  # softmax weights in products.py use a buffer of at most 128 MiB
+TABLE_BYTES = 2 ** 25          # tables in lse_forward may take 32 MiB, or more if q and k are larger
+STRIP_BYTES = 2 ** 29          # a strip takes at most 512 MiB, or as much as the keys if they are larger
+MIN_FUSED_ROWS = 2048          # with fewer rows per strip, updating dk costs more than computing logits twice
 
 
 def is_small_d(call):

@@ -17,13 +17,13 @@ from .tiles import LOG2E, copy_kernel
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATED_CAPABILITY = 9                   # major compute capability that we assume for CPU tensors
 EMULATED_MULTIPROCESSORS = 132            # number of multiprocessors (SMs) that we assume for CPU tensors
-MAX_POINTER_WORK = 2 ** 33                # up to this N·M·D, making descriptors takes longer than they save
+MAX_POINTER_WORK = 2 ** 33                # up to this N·M·D, tensor descriptors cost more time than they save
 
 
 class MatmulShape(NamedTuple):
     """The number of features and the row strides of q and k, as kernel arguments."""
     D: int                   # number of features
-    q_stride: Any            # elements from row to row; None: q is a tensor descriptor
+    q_stride: Any            # number of elements from one row to the next; None if q is a tensor descriptor
     k_stride: Any
 
 
@@ -43,7 +43,7 @@ class KernelMask(NamedTuple):
     row_features: Any
     column_features: Any
     offset: Any              # 4 · offset + 2; kernel_mask says why
-    phi: Any                 # columns with f_i·f_j ≥ phi are excluded; f_i, f_j: row, column features
+    phi: Any                 # column j is excluded if f_i·f_j ≥ phi, for the features f of row i and column j
     feature_count: Any       # number of features per row in row_features and column_features
     temperature: Any         # as in Temperature
     log2e_over_tau: Any
@@ -91,7 +91,7 @@ def tile_config(x, mask, square=False):
                 BLOCK_D=64 if half else 32, num_stages=3, maxnreg=255,
                 # with 4 warps and 255 registers per thread, an SM of an H100 runs two programs at a time
                 num_warps=4 if half and capability(x) == 9 else 8,
-                PRECISION="tf32")                                  # has no effect on half types
+                PRECISION="tf32")                                  # PRECISION has no effect on half types
 
 
 def check_device(q):
@@ -130,7 +130,7 @@ def aligned(call):
     q, k = aligned_rows(call.q), call.k if call.k is None else aligned_rows(call.k)
     if mask.row_features is not None:
         row_features, column_features = (
-            aligned_rows((f.float() if f.dtype == torch.float64 else f).contiguous())   # kernels use float32
+            aligned_rows((f.float() if f.dtype == torch.float64 else f).contiguous())   # kernels lack float64
             for f in (mask.row_features, mask.column_features))
         mask = mask._replace(row_features=row_features, column_features=column_features)
     elif q is call.q and k is call.k:
@@ -216,5 +216,5 @@ def kinds(arguments):
         elif kind is TensorDescriptor:
             found += x.base.dtype, *x.block_shape
         else:
-            found += kinds(x)                                  # a tuple
+            found += kinds(x)                                  # x is a tuple
     return found

@@ -100,13 +100,13 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
         qk = add_tile_product(qk, Q, K, row, column, d, N, M, SHAPE, PRECISION, BLOCK_N, BLOCK_M, BLOCK_D)
         if d + BLOCK_D >= SHAPE.D:                                 # the tile is complete
             shift = 0.0 if MAXIMA else tl.load(SHIFT)
-            # qk is used here, before the branch in mask_tile; tiles.count_steps says why
+            # qk must be used before the branch in mask_tile; tiles.count_steps says why
             x = qk + 0.0 if MAXIMA else tl.fma(qk, scale, -shift)
             x = mask_tile(x, POSITIVE, row, column, N, M, MASK, EXCLUDE, PRECISION, COLUMN_TABLE is not None,
                           shift, 1.0 if MAXIMA else scale, BLOCK_N, BLOCK_M)
             i, j = tile_i * BLOCK_N + tl.arange(0, BLOCK_N), tile_j * BLOCK_M + tl.arange(0, BLOCK_M)
             if MAXIMA:
-                m_i = tl.max(x, 1) * scale                         # scale > 0
+                m_i = tl.max(x, 1) * scale                    # as scale > 0, this is the maximum of x · scale
                 e = exp2_scaled(x, scale, finite_max(m_i)[:, None])
             else:
                 m_i = tl.zeros((BLOCK_N,), tl.float32) + finite_max(shift)
@@ -182,7 +182,7 @@ def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MA
             tile_l *= tl.exp2(tile_m - finite_max(m_new)[None, :])
             l_i = l_i * tl.exp2(m_i - finite_max(m_new)) + tl.sum(tile_l, 0)
             m_i = m_new
-        if LSE is not None or LOSS is not None:                        # in the last merge into STATS
+        if LSE is not None or LOSS is not None:                        # this is the last merge into STATS
             m_i = finite_max(m_i)
         tl.store(stats, m_i, mask=inside)
         tl.store(stats + l_offset, l_i, mask=inside)
@@ -223,7 +223,7 @@ def forward(call, both=False, loss=False, weights=None):
     """Return (lse or loss, stats (1 or 2, 2, N), sides or None, COMMON_M or None) of the functions above."""
     check_device(call.q)
     call, triangle = aligned(call), call.k is None
-    n, m = call.q.shape[0], call.keys.shape[0]                     # m: number of keys
+    n, m = call.q.shape[0], call.keys.shape[0]                     # m is the number of keys
     sides, device = 2 if both else 1, call.q.device
     shift, common_m = shift_of_norms(call) if both or triangle else (None, None)
     stats = torch.empty(sides, 2, n, dtype=torch.float32, device=device)
@@ -233,7 +233,7 @@ def forward(call, both=False, loss=False, weights=None):
                        weights=weights, tau=temperature_of(call))
     config = tile_config(call.q, call.mask, triangle)
     if shift is None and (both or triangle):
-        config |= dict(num_warps=8)                                # two maxima take registers
+        config |= dict(num_warps=8)                      # maxima of both rows and columns need more registers
     operands, rest = kernel_args(call, config)
 
     def sums(i, j, height, width):
@@ -253,7 +253,7 @@ def forward(call, both=False, loss=False, weights=None):
 
     height, width = table_block_shape(call.q, call.keys, square=both or triangle)
     if height >= n and width >= m:
-        table, _ = sums(0, 0, n, m)                                # the column table is next in memory
+        table, _ = sums(0, 0, n, m)                    # with both=True, the column table comes next in memory
     else:
         merge_blocks(stats, n, m, height, width, triangle, sums)
         table = None

@@ -30,7 +30,7 @@ class GradientScaling(NamedTuple):
     """Options of tiles.finish_gradient, which turns a sum of weighted rows into a gradient."""
     grad: Any                # upstream gradient, a 0-dim tensor; None means 1
     loss_factor: float       # constant factor of the gradient, such as 1/N for a mean over N rows
-    positives: bool          # True: subtract the term of each row's positive, which the sum does not contain
+    positives: bool         # True: the gradient also has a term of each row's positive, subtracted at the end
     dtype: Any               # dtype of the gradient
 
 
@@ -41,8 +41,8 @@ class FinishArgs(NamedTuple):
     positive_rows: Any       # y, which contains the positives of x; None: do not subtract their terms
     loss_factor: float
     features: int            # number of features
-    x_stride: int            # elements from row to row of x
-    positive_stride: int     # elements from row to row of positive_rows
+    x_stride: int            # number of elements from one row of x to the next
+    positive_stride: int     # number of elements from one row of positive_rows to the next
 
 
 def finish_args(call, scaling):
@@ -133,7 +133,7 @@ def finish_side(sums, call, sides, scaling, needs_dot=False, shift=None):
     dx = sums if scaling.dtype == torch.float32 else torch.empty_like(sums, dtype=scaling.dtype)
     grid = cdiv(n, 32), cdiv(d, 128)
     dot = torch.empty(grid[1], n, dtype=torch.float32, device=sums.device) if needs_dot else None
-    if mask.exclude == "target" and mask.row_ids is None:    # a transposed mask: many rows may share a target
+    if mask.exclude == "target" and mask.row_ids is None:    # the mask is transposed; queries may share a key
         if scaling.positives:
             subtract_targets(sums, call.keys, mask.column_ids, sides.columns.dloss_dlse)
         scaling = scaling._replace(positives=False)

@@ -111,10 +111,10 @@ def queue_loss(call, queue, needs):
     config = tile_config(padded.q, call.mask) | dict(
         BLOCK_N=64, BLOCK_M=columns, BLOCK_D=features, num_warps=warps, num_stages=2)
     operands, rest = kernel_args(padded, config)
-    (n, d), m, padded_d = call.q.shape, len(queue), padded.q.shape[1]     # m: length of the queue
+    (n, d), m, padded_d = call.q.shape, len(queue), padded.q.shape[1]     # m is the queue's length
     row_tiles, column_tiles = cdiv(n, config["BLOCK_N"]), cdiv(m, config["BLOCK_M"])
     at_once = multiprocessors(queue) * 8 // warps
-    splits = min(column_tiles, max(1, at_once // row_tiles))       # all run at once if row_tiles ≤ at_once
+    splits = min(column_tiles, max(1, at_once // row_tiles))     # programs run at once if row_tiles ≤ at_once
     split_columns = cdiv(column_tiles, splits) * config["BLOCK_M"]
     splits = cdiv(m, split_columns)
     new = functools.partial(torch.empty, dtype=torch.float32, device=queue.device)
@@ -130,7 +130,7 @@ def queue_loss(call, queue, needs):
 def queue_loss_of_lse(call, queue, needs):
     """Return what queue_loss returns, in any dtype and for any D, from the log-sum-exp and its gradient."""
     q, k = call.rounded.q.float(), call.rounded.k.float()
-    others = call._replace(q=call.q.float(), k=queue)          # gradients in float32
+    others = call._replace(q=call.q.float(), k=queue)          # with q in float32, its gradient is float32
     lse, stats, common_m = similarity_lse(others)
     gap = lse - (q * k).sum(1) / call.temperature
     loss, g = F.softplus(gap, threshold=40).mean(), gap.sigmoid() / len(q)

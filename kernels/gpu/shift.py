@@ -29,9 +29,9 @@ from .heuristics import cdiv
 from .launch import launch, temperature_of
 from .tiles import kernel, load_tile, log2e_over_tau, softmax_factor
 
-MAX_LOG2_TERM = tl.constexpr(106.0)        # upper limit of s − r, the log2 of a term
-MIN_LOG2_SUM = tl.constexpr(-80.0)         # a row or column with a smaller log2 of its sum is computed again
-NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # factor on the bound B of the logits: allows for rounding
+MAX_LOG2_TERM = tl.constexpr(106.0)        # the log2 of a term, s − r, is at most this number
+MIN_LOG2_SUM = tl.constexpr(-80.0)         # a row or column is computed again if log2 of its sum is smaller
+NORM_MARGIN = tl.constexpr(1 + 2 ** -10)   # the bound B on |s| is multiplied by this, to allow for rounding
 MAX_TILE_SIDE = 128                        # largest BLOCK_N or BLOCK_M of kernels that read a SoftmaxSide
 
 
@@ -40,8 +40,8 @@ class SoftmaxSide(NamedTuple):
 
     The fields are float32 vectors, padded with zeros to whole tiles where a kernel loads them without a mask.
     """
-    factor: Any = None       # from tiles.softmax_factor
-    m: Any = None            # m of each row (or column)
+    factor: Any = None       # result of tiles.softmax_factor for each row (or column)
+    m: Any = None            # number that is subtracted from the logits of each row (or column)
     dloss_dlse: Any = None
 
 

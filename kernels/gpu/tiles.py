@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
-WEIGHT_SCALE = tl.constexpr(2.0 ** 14)       # factor on stored softmax weights; gradient.py says why
+WEIGHT_SCALE = tl.constexpr(2.0 ** 14)   # stored softmax weights are multiplied by this; gradient.py says why
 # Triton compiles variants of a kernel for special integers (1, multiples of 16) and for aligned pointers. The
 # arguments below get no variants, since most change with the batch: one kernel serves all batch sizes.
 kernel = triton.jit(
@@ -84,7 +84,7 @@ def needs_mask(row, column, N, M, MASK, EXCLUDE: tl.constexpr, BLOCK_N: tl.const
     if EXCLUDE == "diagonal":
         needed = needed | crosses_diagonal(row + mask_offset(MASK), column, BLOCK_N, BLOCK_M)
     elif EXCLUDE == "pair":
-        for view in tl.static_range(2):                        # 0: rows of the first view; 1: second view
+        for view in tl.static_range(2):    # view is 0 for rows of first views, and 1 for rows of second views
             at = row + mask_offset(MASK) - view * (N // 2)
             needed = needed | crosses_diagonal(at, column, BLOCK_N, BLOCK_M)
             needed = needed | crosses_diagonal(at + M // 2, column, BLOCK_N, BLOCK_M)
@@ -111,7 +111,7 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
     if EXCLUDE == "pair":
         image = image_of(rows, N) + mask_offset(MASK)
         column = tl.where(rows < N // 2, image + M // 2, image)
-        column = tl.where((image >= 0) & (image < M // 2), column, -1)         # −1: no positive on this rank
+        column = tl.where((image >= 0) & (image < M // 2), column, -1)         # −1 if k lacks the positive
     elif EXCLUDE == "target":
         column = tl.load(MASK.row_ids + rows, mask=rows < N, other=-1)
     else:
@@ -123,7 +123,7 @@ def positive_columns(rows, N, M, MASK, EXCLUDE: tl.constexpr):
 def keep_mask(rows, column, N, M, MASK, EXCLUDE: tl.constexpr, PRECISION: tl.constexpr,
               BLOCK_M: tl.constexpr):
     """Return a bool tile (rows, BLOCK_M), False for entries that are excluded or outside the matrix."""
-    here = tl.arange(0, BLOCK_M)       # columns within the tile: comparing these, not `at`, saves registers
+    here = tl.arange(0, BLOCK_M)       # comparing columns within the tile, instead of `at`, saves registers
     at = column + here
     keep = (rows < N)[:, None] & (at < M)[None, :]
     if EXCLUDE == "diagonal":
@@ -260,10 +260,10 @@ def softplus_sum(x):
     """Return (sum of log(1 + exp(x)) over a tile, tile of σ(x)). Takes one logarithm per 8 columns."""
     positive_part = tl.sum(tl.where(x > 0, x, 0.0), 1)
     u = tl.exp2(-tl.abs(x) * LOG2E)
-    root = tl.rsqrt(1 + u)                                         # root² = 1 / (1 + u), without division
+    root = tl.rsqrt(1 + u)                                 # this gives root² = 1 / (1 + u) without a division
     sigma, v = root * root, u
     sigma = tl.where(x > 0, sigma, sigma * u)
-    for _ in tl.static_range(3):       # per pair: new v = (1 + v)(1 + other) − 1, without rounding 1 + v
+    for _ in tl.static_range(3):   # each pair (v, other) becomes (1 + v)(1 + other) − 1; 1 + v is not rounded
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)
@@ -279,7 +279,7 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
               (y, x) has an index, so there are T (T + 1) / 2 indices. Row x has the tiles y = x, x + 1, …,
               x + T // 2 (modulo T). If T is even, the rows x ≥ T / 2 do not have the last of these tiles
     """
-    width, group_tiles = tiles_y, 8                                # numbered in groups of 8 rows of tiles
+    width, group_tiles = tiles_y, 8                          # tiles are numbered in groups of 8 rows of tiles
     if TRIANGLE:
         width, group_tiles = tl.maximum(tiles_x // 2, 1), 4
     group = index // (group_tiles * width)
@@ -288,7 +288,7 @@ def tile_at(index, tiles_x, tiles_y, TRIANGLE: tl.constexpr):
     x, y = first + inner % height, inner // height
     if TRIANGLE:
         half = tiles_x // 2
-        rest = index - tiles_x * half                              # if ≥ 0, the tile has y = x + T // 2
+        rest = index - tiles_x * half                              # if rest ≥ 0, the tile has y = x + T // 2
         x = tl.where(rest < 0, x, rest)
         y = x + tl.where(rest < 0, y, half)
         y = tl.where(y < tiles_x, y, y - tiles_x)

@@ -59,7 +59,7 @@ def similarity_topk(call, n):
     check_device(call.q)
     call = aligned(call)
     config = tile_config(call.q, call.mask)
-    config |= dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)    # slots take registers
+    config |= dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)    # slots need many registers
     operands, rest = kernel_args(call, config)
     rows, columns, device = len(call.q), len(call.keys), call.q.device
     row_tiles, column_tiles = cdiv(rows, config["BLOCK_N"]), cdiv(columns, config["BLOCK_M"])

@@ -20,23 +20,23 @@ from pathlib import Path
 from .errors import fail, log
 from .progress import progress
 
-# {role: usual column names, as normalise_name returns them}; for REPEATABLE_ROLES also with a number: neg2
+# {role: usual column names, as normalise_name returns them}. In REPEATABLE_ROLES, a number may follow: neg2
 SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 text premise".split(),
                     "positive": "positive pos sentence2 sent1 answer passage entailment".split(),
                     "negative": "negative neg hardneg hardnegative wronganswer contradiction sent2".split()}
 REPEATABLE_ROLES = "negative", "candidate"
-SCORED_PAIR = "sentence1", "sentence2", "score"                # column names, in normal form
+SCORED_PAIR = "sentence1", "sentence2", "score"                # column names, as normalise_name returns them
 NO_TEXTS = "score similarity relatedness label goldlabel class category id idx index genre subset".split()
 OTHER_COLUMNS = [*NO_TEXTS, *"""hypothesis entity positiveentity negativeentity entitytype page article
                                 originentity original synonym antonym""".split()]
-FIRST_ROWS = 20                                                # rows that are read first, to find the columns
+FIRST_ROWS = 20                                                # so many rows are read to find the columns
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
-NAME = r"[^\W\d_][\w-]*"                                      # what an unusual column name looks like
+NAME = r"[^\W\d_][\w-]*"                                      # unusual column names must match this
 IDENTIFIER = r"[\w.:/+-]*\d[\w.:/+-]*"                          # a number, or a word with a digit
 LETTER = r"[^\W\d_]"
 QUOTED = "a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or without quotes"
 SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
-csv.field_size_limit(2**24)                                    # in characters; Python's default is 131,072
+csv.field_size_limit(2**24)                                    # longest cell in characters (default 131,072)
 
 
 # ── file formats: readers yield (place, row), such as ("line 3", cells); cells: a list or {column: cell} ────
@@ -281,7 +281,7 @@ class Table:
             return [row]
         texts = {role: [] for role in self.roles}
         for role, cell in zip(self.cell_roles, row):
-            if isinstance(cell, list) and role != first_role:  # a list of anchors is no row of texts
+            if isinstance(cell, list) and role != first_role:  # to_text refuses an anchor that is a list
                 texts[role] += cell
             else:
                 texts[role].append(cell)
@@ -407,7 +407,7 @@ def refuse_identifiers(table, columns):
     """Fail if one of these columns has no texts, by its name, or because at least half of its first cells are
     numbers or identifiers such as q12, or have no letter. columns: indices of the columns."""
     rows = [cells for _, cells in itertools.islice(table, 100)]
-    names = [normalise_name(name.partition(" ")[2]) for name in table.header or ()]    # without roles
+    names = [normalise_name(name.partition(" ")[2]) for name in table.header or ()]   # drop the role in front
     for i in columns:
         cells = [row[i].strip() for row in rows if i < len(row)]
         others = [cell for cell in cells if re.fullmatch(IDENTIFIER, cell) or not re.search(LETTER, cell)]

@@ -39,7 +39,7 @@ def fail(message, every_rank=False):
 
 def one_line(text):
     """Return text as one line: line breaks, terminal controls and unprintable characters are escaped."""
-    kept = "\u200c\u200d\u3000"                                # not escaped: used in Persian, emoji, Japanese
+    kept = "\u200c\u200d\u3000"                          # not escaped: Persian, emoji and Japanese need these
     return "".join(x if x.isprintable() or x in kept else repr(x)[1:-1] for x in str(text))
 
 
@@ -102,7 +102,7 @@ def command(main):
                 if not sys.warnoptions:
                     warnings.simplefilter("ignore")
                 main(*args, **more)
-        except KeyboardInterrupt:                              # a signal that came outside Run.steps
+        except KeyboardInterrupt:                              # the signal did not come within Run.steps
             log("stopped", "a signal ended this script; files saved before the signal are complete")
             code = EXIT_STOPPED
         except Exception as error:
@@ -136,7 +136,7 @@ def describe(error):
         whose = "GPU's" if isinstance(error, torch.OutOfMemoryError) else "machine's"
         return f"the {whose} memory is full; lower --batch-size, or --chunk-size if the script has this flag"
     if isinstance(error, OSError) and error.strerror:
-        path = error.filename2 or error.filename               # filename2: the target of a rename
+        path = error.filename2 or error.filename               # filename2 is the target of a rename
         return one_line(f"{path}: {error.strerror}" if path else error.strerror)
     if isinstance(error, RuntimeError) and "DataLoader worker (pid" in text:
         return "a process that decoded images was killed, perhaps by lack of memory; try fewer --workers"

@@ -14,11 +14,11 @@ def at_least(least, kind=float, most=None):
     """Return an argparse type: numbers of type `kind` from `least` to `most`; most=None: below 2^63."""
     def convert(text):
         value = kind(text)
-        if not least <= value < 2**63 or most is not None and value > most:    # int64 holds less than 2^63
+        if not least <= value < 2**63 or most is not None and value > most:    # int64 ends at 2^63 − 1
             expected = f"of at least {least}" if most is None else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text}: expected a number {expected}")
         return value
-    convert.__name__ = kind.__name__                           # for argparse's message "invalid int value"
+    convert.__name__ = kind.__name__                           # argparse prints this name in error messages
     return convert
 
 
@@ -181,7 +181,7 @@ class ScriptParser(argparse.ArgumentParser):
         parsed = super().parse_args(words)
         if parsed.resume:
             words = [*saved_command(parsed.out), *words]       # flags given now override those of the run
-            words += ["--out", parsed.out]                     # override the old name of a moved folder
+            words += ["--out", parsed.out]                     # the folder may have been moved since then
             parsed = super().parse_args(words)
         name = getattr(parsed, "recipe", None)
         if name:
@@ -208,7 +208,7 @@ class ScriptParser(argparse.ArgumentParser):
         for flag, value in flags.items():
             actual = getattr(parsed, flag)
             changed = "" if actual == value else f" (not {value})"
-            shown = "" if actual is True else f" {actual}{changed}"            # True: a flag without a value
+            shown = "" if actual is True else f" {actual}{changed}"          # a flag with True takes no value
             words.append(f"--{flag.replace('_', '-')}{shown}")
         log("recipe", f"{name}, {source}: {', '.join(words)}")
 

@@ -66,7 +66,7 @@ def decay_groups(model, weight_decay):
             dict(params=[weight for weight in weights if weight.dim() <= 1], weight_decay=0.0)]
 
 
-BUCKET_BYTES = 32 * 2**20                                      # size of the gradients in one all-reduce
+BUCKET_BYTES = 32 * 2**20                                      # approximate size of one all-reduce
 
 
 def all_reduce_gradients(model):

@@ -13,7 +13,7 @@ from .errors import fail
 from .flags import input_values
 
 UNFINISHED = ".running"                                        # this file is in --out until the run ends
-HASHED_FILES = 1000                                            # most files of a folder that are hashed
+HASHED_FILES = 1000                                            # maximum number of files hashed per folder
 
 
 def check_out(args):
@@ -52,7 +52,7 @@ def lock(folder, create=False):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         fail(f"--out {folder}: another process is writing there; wait for its end, or choose another folder")
-    except OSError:                                            # a file system without locks
+    except OSError:                                            # this file system does not support locks
         pass
     return file
 
@@ -91,7 +91,7 @@ def atomic_output(run):
     with writing(run.out):
         temporary.mkdir()
         yield temporary
-        for path in sorted(temporary.rglob("*")):              # sorted: first a folder, then the files in it
+        for path in sorted(temporary.rglob("*")):              # a folder comes before the files in it
             target = run.out / path.relative_to(temporary)
             if path.is_dir():
                 target.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def fingerprint(value):
     all files, and the contents of at most HASHED_FILES files. Return a hub name unchanged."""
     digest = hashlib.sha1()
     path = Path(value)
-    if not path.exists():                                      # a hub name
+    if not path.exists():                                      # value is the name of a model on the hub
         return value
     if path.is_file():
         hash_file(digest, path)

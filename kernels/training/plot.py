@@ -52,7 +52,7 @@ def main(argv=None):
     names = []
     for folder in args.out:
         losses, scores, name = read_run(folder, args.score)
-        line, = left.plot(*zip(*losses), label=folder.replace("$", r"\$"))     # $x$ would be a formula
+        line, = left.plot(*zip(*losses), label=folder.replace("$", r"\$"))     # matplotlib reads $x$ as math
         if scores:
             right.plot(*zip(*scores), "o-", markersize=3, color=line.get_color())
             names += [name] if name not in names else []

@@ -11,7 +11,7 @@ from .errors import is_first_rank, one_line, write
 
 QUIET_SECONDS = 2                                              # on a terminal, shorter work shows no progress
 LOG_SECONDS = 30                                               # time between two lines in a log
-LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left\n"        # for tqdm
+LOG_FORMAT = "{desc}: {n_fmt} of {total_fmt}{unit}, {remaining} left\n"     # tqdm's format of a line in a log
 
 
 def progress(items, name, unit="", **more):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .errors import fail, log, signals_handled_by
 
-QUIET_SECONDS = 10                                             # longer waiting for other ranks is reported
+QUIET_SECONDS = 10                                             # a longer wait for other ranks is reported
 TIMEOUT = datetime.timedelta(minutes=30)                       # longest wait for other processes
 VARIABLES = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
@@ -49,7 +49,7 @@ def join_group(device):
         if rank() >= world_size():
             raise ValueError("RANK must be less than WORLD_SIZE")
         socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        with signals_handled_by(signal.SIG_DFL):               # SIG_DFL: Ctrl-C works even while C++ waits
+        with signals_handled_by(signal.SIG_DFL):               # with SIG_DFL, Ctrl-C works even in C++ code
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     except Exception as error:                                 # PyTorch raises errors of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0]

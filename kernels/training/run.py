@@ -34,7 +34,7 @@ from .errors import EXIT_STOPPED, UserError, clear_bar, fail, log, signals_handl
 from .loop import batches
 from .progress import Clock, peak_gb, step_line
 
-MAY_CHANGE = "resume out keep_state workers probe_epochs command given".split()  # in a resumed run
+MAY_CHANGE = "resume out keep_state workers probe_epochs command given".split()  # --resume may change these
 
 
 class Run:
@@ -69,13 +69,13 @@ class Run:
                      "process")
             out.check_out(args)
             ranks.join_group(self.device)
-        if gpu and self.bf16:                                  # TF32 for float32 products outside autocast
+        if gpu and self.bf16:                                  # float32 products outside autocast use TF32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(args.seed)
         try:                                                   # fail now if --impl cannot run here
             similarity_lse(torch.zeros(1, 16, device=self.device), impl=self.impl)
         except ValueError as error:
-            fail(f"--{error}")                                 # error begins with the argument's name, impl
+            fail(f"--{error}")                                 # the error begins with "impl", the flag's name
 
     def begin(self, model, optimizer, total, warmup=0, then=""):
         """Start a new run in --out, with a copy of its flags and script; or, with --resume, continue the run.
@@ -88,7 +88,7 @@ class Run:
         if "eval_every" not in args.given:                     # evaluate at least four times
             args.eval_every = max(1, min(args.eval_every, total // 4))
         ranks.check_agreement({name: value for name, value in self.settings().items() if name != "data"})
-        impl = choose_impl(self.impl, torch.empty(0, device=self.device))      # for a large batch
+        impl = choose_impl(self.impl, torch.empty(0, device=self.device))      # the choice for a large batch
         where = "PyTorch" if impl != "triton" else "Triton" if self.impl == impl else "PyTorch or Triton"
         losses = f"losses in {where}, " if hasattr(args, "impl") else ""
         log("run", f"seed {args.seed}, {self.world_size} × {self.device.type}, {args.precision}, "
@@ -128,7 +128,7 @@ class Run:
         with out.writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = self.lock or out.lock(self.out, create=True)
-            for file in self.script.parent.glob(f"{self.script.stem}*.py"):    # cil.py and cil_bags.py
+            for file in self.script.parent.glob(f"{self.script.stem}*.py"):   # such as cil.py and cil_bags.py
                 (self.out / file.name).write_bytes(file.read_bytes())
         with out.atomic_file(self.out / "args.json") as file:
             more = dict(command=self.args.command, kernels=VERSION)
@@ -147,7 +147,7 @@ class Run:
             order = batches(rows, args.batch_size, args.seed, self.step, min_rows)
         self.signals = []
         self.clock.start(self.step)
-        # the first step whose loss is not finite, or 0; on the device, so that no step waits for the GPU
+        # First step whose loss is not finite; 0: none. It is on the device, so no step waits for the GPU.
         self.first_bad_step = torch.zeros((), dtype=torch.int64, device=self.device)
         with signals_handled_by(self.on_signal):
             for step, batch in zip(range(self.step + 1, total + 1), order):
@@ -161,7 +161,7 @@ class Run:
         if self.eval_due:
             self.clock.paused_seconds += self.clock.seconds() - self.logged_at
         if self.eval_due or stop or self.step % (1 + self.total // 40) == 0:
-            if not self.eval_due:                              # before an evaluation, log_metrics calls it
+            if not self.eval_due:                              # else log_metrics has called check_finite
                 self.check_finite()
             self.report()
         if self.eval_due or stop:
@@ -213,7 +213,7 @@ class Run:
         """End the run: delete what only an unfinished run needs; print `text`, duration and peak memory."""
         if self.rank == 0:
             (self.out / out.UNFINISHED).unlink(missing_ok=True)
-            for name in ("tokens", "guide-tokens"):            # folders of tokenise_table
+            for name in ("tokens", "guide-tokens"):            # tokenise_table wrote these folders
                 shutil.rmtree(self.out / name, ignore_errors=True)
             if self.args.keep_state == "running":
                 (self.out / "state.pt").unlink(missing_ok=True)
@@ -225,8 +225,8 @@ class Run:
         if self.signals:
             sys.exit(EXIT_STOPPED)
         self.signals.append(number)
-        if self.rank == 0:                                     # print may fail in a signal handler
-            with contextlib.suppress(OSError):                 # nobody reads stdout any more
+        if self.rank == 0:                                     # unlike print, os.write is safe in a handler
+            with contextlib.suppress(OSError):                 # stdout may be a closed pipe
                 os.write(1, b"\nstopping soon, at the end of a step; press Ctrl-C again to stop now\n")
 
     def asked_to_stop(self):
@@ -320,7 +320,7 @@ class Run:
         for name in now:
             if name not in ignored and saved.get(name) != now[name]:
                 hint = ""
-                if name in ("steps", "epochs"):                # learning rates of past steps depend on them
+                if name in ("steps", "epochs"):                # past learning rates depend on these flags
                     has_model = (self.out / "config.json").is_file()
                     hint = (f"; to train its model further, start a new run with --model {self.out} --out NEW"
                             if has_model else "; start a new run in another folder")

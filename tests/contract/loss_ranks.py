@@ -102,7 +102,7 @@ LOSSES = {
         s.x, s.y, s.labels, T, form, **s.gathered(torch.stack([s.x, s.y], 1), s.labels))
        for form in ("paper", "code")}}
 
-WITH_RING = "simclr", "simcse", "simcse, equal texts"          # those of kernels: tests/kernels/test_ring.py
+WITH_RING = "simclr", "simcse", "simcse, equal texts"   # tests/kernels/test_ring.py has the losses of kernels
 
 
 def compute_shares(alone=False, gather=kernels.gather_rows, names=LOSSES):
@@ -123,7 +123,7 @@ def save_shares(rank, folder):
     of_ring = compute_shares(gather=kernels.ring_rows, names=WITH_RING)
     torch.save([compute_shares(), of_ring], folder / str(rank))
     x = torch.ones(1, requires_grad=True)
-    try:                                                       # a second derivative would lack parts
+    try:                                                       # gather_rows refuses second derivatives
         torch.autograd.grad(kernels.gather_rows(x, 3).sum(), x, create_graph=True)
     except RuntimeError as error:
         (folder / f"error {rank}").write_text(str(error))

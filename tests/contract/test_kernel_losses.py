@@ -31,8 +31,8 @@ def topk(n, impl, **arguments):
 T, N, M = torch.tensor(0.1).double(), torch.arange(37), torch.arange(53)
 Q, K = unit_rows(37, 1), unit_rows(53, 2).T.contiguous().T     # K is stored column by column
 QUEUE = unit_rows(61, 3)
-TILES = dict(q=unit_rows(150, 4), k=unit_rows(170, 5))         # several tiles in Triton
-LARGE = dict(q=unit_rows(1031, 6), k=unit_rows(1051, 7))       # several strips in blockwise
+TILES = dict(q=unit_rows(150, 4), k=unit_rows(170, 5))         # Triton splits these logits into tiles
+LARGE = dict(q=unit_rows(1031, 6), k=unit_rows(1051, 7))       # blockwise splits these logits into strips
 LONG, LONG_PAIRS = dict(q=3 * Q, k=K / 2, normalize=True), dict(text=3 * K[:37], normalize=True)
 IDS, GROUPS = (N % 5 - 2, M * 7 % 9 - 2), (N // 4, M // 6)     # no column has the group of row 36
 # features are whole numbers, so their products are exact in all dtypes; some products equal the threshold
@@ -101,7 +101,7 @@ def test_losses_of_three_ranks(tmp_path):
     """The losses of three ranks and their gradients add up to those of one process without gathered rows."""
     run_ranks(save_shares, 3, tmp_path)
     alone, saved = compute_shares(alone=True), [torch.load(tmp_path / str(rank)) for rank in range(3)]
-    for ranks in zip(*saved):                                  # with gathered rows, then with a ring
+    for ranks in zip(*saved):                                  # first with gathered rows, then with a ring
         for name in ranks[0]:
             for part, exact in alone[name].items():
                 assert error_of(sum(rank[name][part] for rank in ranks), exact) <= 1e-12, f"{name}, {part}"

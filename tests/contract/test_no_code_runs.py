@@ -34,7 +34,7 @@ def written(write, value):
     return file.getvalue()
 
 
-# programs: functions of a Bomb and of a file's old bytes, which return the file's new bytes
+# Each of these functions gets a Bomb and a file's old bytes. It returns new bytes that contain a program.
 pickled = lambda bomb, old: pickle.dumps(bomb, 2)
 archive = lambda bomb, old: written(torch.save, bomb)
 in_state = lambda part: lambda bomb, old: written(torch.save, torch.load(io.BytesIO(old)) | {part: bomb})
@@ -53,9 +53,9 @@ import_own = lambda path: runpy.run_path(path.with_name("own.py"))
 OWN = dict.fromkeys([f"Auto{kind}" for kind in "Config Model ModelForMaskedLM ModelForSequenceClassification "
                      "ImageProcessor".split()], "own.Own")
 OWN_MODEL = settings(auto_map=OWN, model_type="own")
-OWN_PART = settings(auto_map=OWN, image_processor_type="Own")  # model_type stays one that transformers knows
+OWN_PART = settings(auto_map=OWN, image_processor_type="Own")  # transformers knows this model_type
 OWN_TOKENIZER = settings(auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
-# If a model contains trocr, for which it has no AutoModel, transformers asks whether to run own.py.
+# transformers has no AutoModel for trocr. If a model contains trocr, it asks whether to run own.py.
 INNER = dict(model_type="trocr", auto_map={"AutoModel": "bert--own.Own"})
 NESTED = settings(model_type="llava", text_config=INNER, vision_config=INNER)
 LAYERS = '[{"type": "sentence_transformers.models.Transformer", "path": ""}, {"type": "%s", "path": "dense"}]'

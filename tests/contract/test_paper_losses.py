@@ -23,7 +23,7 @@ from loss_check import cases, cast, check, numbers
 DTYPES = [torch.float64, torch.float32]
 N = 13
 X, Y, Z, E, P = (numbers(N, 8, seed=seed) for seed in range(5))
-X[3] = 0                                                       # a zero vector has cosine 0
+X[3] = 0                                                       # cosines of a zero vector are 0
 MANY, MASK = numbers(N, 3, 8, seed=5), numbers(N, 3, seed=6) > 0
 BAG_OF = torch.tensor([2, 0, 1, 3, 1, 2, 1, 0, 3, 3, 2, 0])   # three sentences per bag
 IDS, LABELS = torch.arange(N) * 5 % 9, torch.arange(N) * 3 % 4

@@ -41,7 +41,7 @@ WORDNET = ["--tagger", "lexicon", "--wordnet", DATA / "wordnet", "--data", DATA 
 # smallest gain)}. `places` replaces names of fixtures and files, such as "bert", by paths.
 RUNS = {
     "simclr": ([*IMAGES, "--optimizer", "sgd", "--lr", 0.4, "--warmup-epochs", 0], 30,
-               IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),  # check_learning checks the loss
+               IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),  # −100: only the loss must improve
     "moco": ([*IMAGES, "--queue-size", 120, "--bn-splits", 2, "--lr", 0.06], 30,
              IMAGES[2:4] + IMAGES[6:], r"kNN (\S+) → (\S+) %", -100),
     "simcse": (["--model", "scratch", "--data", DATA / "nli.csv", *STS], 30, STS, r"(\S+) → (\S+) at", 20),
@@ -85,7 +85,7 @@ def places(bert, trained, spoiled, documents, tmp_path):
     candidates = tmp_path / "candidates.csv"
     starts = range(0, len(lines) - 19, 20)
     articles.write_text("\n".join(" ".join(lines[i : i + 20]) for i in starts), "utf-8")
-    letters.write_text("".join(f"{letter} " * 16 + "\n" for letter in "abcdefghijkl"))  # all spans equal
+    letters.write_text("".join(f"{letter} " * 16 + "\n" for letter in "abcdefghijkl"))  # all spans are equal
     rows = list(csv.reader(open(DATA / "nli.csv", newline="", encoding="utf-8")))[1:41]
     with open(candidates, "w", newline="", encoding="utf-8") as file:
         # a text, its reference, and candidates from best to worst: entailed, contradicting, unrelated
@@ -127,7 +127,7 @@ def test_learning(name, tmp_path, places):
     printed = train([name, *flags, "--steps", steps, "--eval-every", often, "--out", "out"], tmp_path)
     done = check_learning(name, tmp_path / "out", printed)
     printed = train([name, "--evaluate", "--model", "out", *scored], tmp_path)
-    if name == "cline":                                        # training scores only held-out texts
+    if name == "cline":                                        # --evaluate scores more texts than training
         assert float(re.search(r"hits ([0-9.]+)", printed)[1]) > 50
         return
     if name == "tacl":                                         # in --evaluate, the saved model is the teacher

@@ -15,7 +15,7 @@ from running import DATA, ROOT, embed_saved, train
 
 # {name: (bert or family of the model, flags of the run, pooling of the saved folder)}
 FOLDERS = {"mean": ("bert", ["--pooling", "avg"], "avg"),
-           "first token": ("bert", ["--pooling", "cls", "--head", "keep"], "pooler"),    # the head is BERT's
+           "first token": ("bert", ["--pooling", "cls", "--head", "keep"], "pooler"),    # as in BERT's pooler
            "before the pooler": ("bert", ["--pooling", "cls_before_pooler"], "cls"),
            "first and last layer": ("bert", ["--pooling", "avg_first_last"], "avg_first_last"),
            "last two layers": ("bert", ["--pooling", "avg_top2"], "avg_top2"),

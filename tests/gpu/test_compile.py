@@ -23,7 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TUNED = "3.6", "3.7"           # the tile sizes of the kernels were chosen with these versions of Triton
-TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # instruction of each GPU generation
+TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}       # {GPU generation: its matrix instruction}
 ONE_LOOP = "sums_kernel", "weights_kernel", "sigmoid_kernel"
 # (dtype, float32 matmul precision). float16 is absent: it takes as many registers as bfloat16
 DTYPES = [("bfloat16", "high"), ("bfloat16", "highest"), ("float32", "high"), ("float32", "highest")]
@@ -77,7 +77,7 @@ def launches(name, precision, scalars):
     launch.is_host_scalar = sigmoid.is_host_scalar = lambda scalar, x: scalar is number
     torch.set_float32_matmul_precision(precision)
     half = name != "float32"
-    only_features = (name, precision) == ("bfloat16", "highest")  # precision affects only mask features
+    only_features = (name, precision) == ("bfloat16", "highest")  # only mask features use the precision
     one, number, tensor = (torch.ones(()) for _ in range(3))
     t, other_kind = (number, tensor) if scalars == "number" else (tensor, number)
     needs, none, side = (True, True, True), shift.SoftmaxSide(), shift.SoftmaxSide(*torch.ones(3, 512))
@@ -111,7 +111,7 @@ def launches(name, precision, scalars):
         for title, exclude in excluded.items() if d != 64 or half else ():
             symmetric = call_of(q, None, make_mask(len(q), len(q), True, exclude))
             yield f"forward {d} lse {title}", lambda: lse_forward.forward(symmetric)
-            if title == "ids":                                 # sup_con_loss
+            if title == "ids":                                 # as in sup_con_loss
                 of_ids = symmetric, shift.Sides(side, side, one), scaling[0], needs
                 yield f"large d {d} lse ids", lambda: gradients(False, *of_ids)
                 if half and d <= heuristics.MAX_SMALL_D:
@@ -167,7 +167,7 @@ def table(chip, only=None):
     from kernels.gpu import heuristics, launch
     launch.INTERPRETED = True  # kernels then accept CPU tensors; nothing runs
     launch.EMULATED_CAPABILITY = chip // 10
-    heuristics.SHIFT_LOGITS = launch.MAX_POINTER_WORK = 0          # the kernels of many logits
+    heuristics.SHIFT_LOGITS = launch.MAX_POINTER_WORK = 0          # select the kernels for many logits
     driver.set_active(compiling_driver(f"sm_{chip}"))
     kernels = all_kernels()
     known, missing = set(), {(case, title) for case, titles in (only or {}).items() for title in titles}
@@ -206,7 +206,7 @@ def check_compiled(chip, compiled, half):
     if compiled.metadata.name in ONE_LOOP and instruction == "wgmma":
         command = [tool("ptxas"), "-v", "--gpu-name=sm_90a", "-o", os.devnull, "/dev/stdin"]
         done = subprocess.run(command, input=compiled.asm["ptx"], capture_output=True, text=True, check=True)
-        if "wgmma" in done.stderr:                                 # ptxas has warned
+        if "wgmma" in done.stderr:                                 # ptxas printed a warning about wgmma
             problems.append("products wait for each other")
     return f"{registers:9}{stack:6}{shared:8}", problems
 

@@ -51,7 +51,7 @@ def positive_pairs(n, d, dtype):
 def masks(n, m):
     """Return {name: mask arguments of similarity_lse}. Ids repeat, are negative or occur on one side only."""
     rows, columns, e = (torch.arange(count, device=DEVICE) for count in (n, m, 20))
-    # features are whole numbers: their products are exact in every dtype, and none crosses the threshold
+    # Features are whole numbers. Their products are exact in every dtype, so rounding crosses no threshold.
     f_q, f_k = (rows[:, None] * 5 + e) % 7 - 3, (columns[:, None] * 3 + e) % 5 - 2
     ids = rows % 5 - 2, (columns * 7) % 9 - 2
     return {"all": {}, "diagonal": dict(exclude="diagonal"), "shifted": dict(exclude="diagonal", offset=2),
@@ -148,7 +148,7 @@ def assert_close(ours, exact, eager, dtype, largest_logit, units, floor=0.0):
         assert torch.equal(a.isneginf(), b.isneginf()) and not a.isnan().any(), f"{name}: infinite or NaN"
         a, b, c = (x.nan_to_num(neginf=0.0) for x in (a, b, c))
         scale = b.abs().max().clamp(min=floor)
-        if name == "dtemperature":  # the terms of this sum may cancel
+        if name == "dtemperature":  # dtemperature is a sum whose terms may cancel
             scale = exact[1].abs().sum().clamp(min=floor * len(exact[1])) * largest_logit
         error, allowed = (a - b).abs().max().item(), (3 * (c - b).abs().max() + unit * scale).item()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"

@@ -76,7 +76,7 @@ def test_a_nan_makes_all_results_that_it_reaches_nan(impl, precision, monkeypatc
     """The NaN has the bits of NVIDIA's NaN, 0x7FFFFFFF. Rounding to TF32 must not let them overflow."""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     patch_kernels(monkeypatch, {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)})
-    for keys in (30, 300):                                     # one block of logits, and several
+    for keys in (30, 300):                                     # 30 keys: one block of logits; 300: several
         q, k = (torch.randn(n, 8, device=DEVICE) for n in (20, keys))
         q[3] = torch.tensor(2 ** 31 - 1, dtype=torch.int32).view(torch.float32)
         rows = torch.arange(20, device=DEVICE)

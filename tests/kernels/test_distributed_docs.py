@@ -76,7 +76,7 @@ def run_blocks(ring=False):
             with torch.no_grad():
                 for weight in names["model"].parameters():
                     weight.zero_()
-            exec(code[title].rpartition("\n\n")[2], names)     # the part that loads shards
+            exec(code[title].rpartition("\n\n")[2], names)     # run the part that loads shards
             found["saving, loaded"] = weights(names["model"])
             dist.barrier()
             plain = names["Encoder"]()
@@ -132,7 +132,7 @@ def one_process(index, ports, folder):
     os.makedirs(folder / str(world), exist_ok=True)
     os.chdir(folder / str(world))
     torch.set_num_threads(1)
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")      # the default compiles C++
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")   # the default backend compiles C++
     torch.nn.utils.clip_grad_norm_ = clip_and_record
     torch.optim.AdamW = torch.optim.SGD                        # AdamW hides a wrong factor of the gradient
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -184,7 +184,7 @@ def test_three_processes_equal_one(title, results):
     assert results[1][title] and largest_difference(results[3][title], results[1][title]) < 1e-8
     assert largest_difference(results[3]["ring"][title], results[1][title]) < 1e-8
     if "norms" not in title:
-        assert largest_difference(results[1][title], start()) > 1e-3           # the loop trains
+        assert largest_difference(results[1][title], start()) > 1e-3           # the loop changes the weights
 
 
 def test_mixed_precision_of_three_processes_is_near_one(results):

@@ -195,7 +195,7 @@ def test_trainer(title, bert, tmp_path):
             adam_epsilon=1e-6, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True)
         trainer = st.SentenceTransformerTrainer(model, settings, data, loss=text_losses(title, model)[i])
         trainer.train()
-        trainer.save_model()                                   # writes a model card, too
+        trainer.save_model()                                   # this also writes a model card
         changes.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - start)
     assert changes[1].norm() > 0.1
     assert_equal(changes[:1], changes[1:], 1e-3)
@@ -216,7 +216,7 @@ def texts_of_process(title, rank, bert):
     """Return the loss of this process, which has four of eight rows, and the gradient averaged by DDP."""
     model = load(bert).double()
     loss = ours(title, model, gather_across_devices=True)
-    loss.model = DistributedDataParallel(model, find_unused_parameters=True)   # as in the trainer
+    loss.model = DistributedDataParallel(model, find_unused_parameters=True)   # the trainer does so, too
     loss.model.preprocess = model.preprocess
     columns = [column[4 * rank : 4 * rank + 4] for column in texts(8)]
     text_results(loss, loss.model, columns)

@@ -88,7 +88,7 @@ def test_random_case(seed, monkeypatch):
     lse = lambda q, k, t, impl: similarity_lse(q, k, t, impl=impl, **mask)
     compare(lse, q, k, temperature, impl, units=64)
     check_topk(impl, q, k, mask, pick.randint(1, min(20, len(k))))
-    if both >= 8:                                              # some losses leave out rows
+    if both >= 8:                                              # a loss that leaves out rows needs enough rows
         name, temperature = pick.choice(list(LOSSES)), max(temperature, 0.02)
         options = {} if name in ("linear", "ignoring") else {"normalize": pick.random() < 0.3}
         loss = lambda q, k, t, impl: LOSSES[name](q, k, t, impl, **options)

@@ -32,8 +32,8 @@ from running import Memory
 
 LARGE_D = {"gpu.heuristics.MAX_SMALL_D": 0}
 SEPARATE_BACKWARD = LARGE_D | {"gpu.fuses_backward": lambda *x: False}
-WITH_BOUND = {"gpu.heuristics.SHIFT_LOGITS": 0}                # as for many logits: a bound, no row maxima
-ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}                # for the interpreter only
+WITH_BOUND = {"gpu.heuristics.SHIFT_LOGITS": 0}                # like many logits: a bound replaces row maxima
+ONE_MULTIPROCESSOR = {"gpu.launch.EMULATED_MULTIPROCESSORS": 1}                # only the interpreter reads it
 LSE_IN_BLOCKS = {"gpu.lse_forward.table_block_shape": lambda q, k, square: (128, 128)}
 STRIPS_OF_128 = {"gpu.fused_forward_backward.strip_height": lambda *x: 128}
 ALL_IN_BLOCKS = LSE_IN_BLOCKS | {"gpu.products.weight_block_shape": lambda q, k, square: (128, 128)}

@@ -16,9 +16,9 @@ import kernels
 from loss_check import EAGER, MORE, error_of
 from running import run_ranks
 
-ROWS = 14                                                      # the shares of two, three and four differ
+ROWS = 14                                                      # three or four processes have unequal shares
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-IDS, GROUPS = torch.arange(ROWS) * 5 % 4, torch.arange(ROWS) ** 2 % 3          # 1 % 3 and 4 % 3: 1; none: 2
+IDS, GROUPS = torch.arange(ROWS) * 5 % 4, torch.arange(ROWS) ** 2 % 3          # GROUPS has 0 and 1, but no 2
 
 
 def gathered(s):
@@ -40,7 +40,7 @@ CASES = {
     "lse, ids": lambda s: lse(s, s.all(s.y), exclude=("diagonal", IDS[s.own], IDS), offset=s.own.start),
     "lse, groups": lambda s: lse(
         s, s.all(s.y), exclude=(IDS[s.own], IDS), within=(2 * GROUPS[s.own], GROUPS)),
-    "lse, far below 0": lambda s: kernels.similarity_lse(      # each query has one key, in one block
+    "lse, far below 0": lambda s: kernels.similarity_lse(      # each query has a key in only one block
         s.x, s.all(-8 * s.x), 0.05, within=(torch.arange(ROWS)[s.own], torch.arange(ROWS)), impl=s.impl
     ).mean(),
     "lse, frozen keys": lambda s: lse(s, s.all(s.y.detach())),
@@ -113,7 +113,7 @@ def test_ring_equals_one_process(processes, tmp_path):
         exact = Share(autocast or dtype, F64, "blockwise").parts(CASES[name])
         assert exact[0]
         for ranks in (saved[::2], saved[1::2]) if "pairs" in processes else (saved,):
-            ways = zip(*(parts[kind, name] for parts in ranks))                # gathered rows, ring
+            ways = zip(*(parts[kind, name] for parts in ranks))                # gathered rows, then the ring
             for part, gather, ring in zip(exact, *([sum(parts) for parts in zip(*way)] for way in ways)):
                 limit = 1e-12 if dtype == F64 else 3 * error_of(gather, part) + MORE[autocast or dtype]
                 limit = EAGER[autocast or dtype] if impl == "triton" else limit
@@ -131,12 +131,12 @@ def memory(name):
 def save_peaks(rank, folder):
     """Save the peak memory of losses above their inputs, in MiB: [gathered rows, ring]."""
     ctypes.CDLL(None).mallopt(-3, 2**16)                       # return freed memory to the system at once
-    x, y = (torch.randn(1024, 1024).requires_grad_() for _ in "xy")            # 4 MiB
+    x, y = (torch.randn(1024, 1024).requires_grad_() for _ in "xy")            # each tensor has 4 MiB
     peaks = []
     for gather in (kernels.gather_rows, kernels.ring_rows):
         for rows in (x[:64], y[:64]), (x, y):                  # the first pass loads libraries
             dist.barrier()
-            Path("/proc/self/clear_refs").write_text("5")      # VmHWM starts again from VmRSS
+            Path("/proc/self/clear_refs").write_text("5")      # this resets the peak VmHWM to VmRSS
             before, all_rows = memory("VmRSS"), 4 * len(rows[0])
             kernels.info_nce(rows[0], gather(rows[1], all_rows), offset=rank * len(rows[0])).backward()
             peak = memory("VmHWM") - before

@@ -71,7 +71,7 @@ def test_loss_of_a_batch(form, tmp_path, monkeypatch):
     *_, relations = batch = cil.make_batch(bags[:8], tokens, 1, model, args)
     drawn, *_ = cil.make_batch(bags[:8], [(i, i) for i in range(162)], 1, model, args)
     assert [len({*drawn[i : i + 3]}) for i in range(0, 24, 3)] == [min(3, len(rows)) for _, rows in bags[:8]]
-    model.eval()                                               # no dropout before the classifier
+    model.eval()                                               # this turns off the classifier's dropout
     loss, values = cil.compute_loss(model, batch, 8, args, 0.3)
     assert "." in masked and masked.isdisjoint({"[H-CLS]", "[T-CLS]", "[CLS]", "[SEP]"})
     assert ("[H-SEP]" in masked) == ("[T-SEP]" in masked) == (form == "code")
@@ -132,7 +132,7 @@ def test_common_words_are_replaced_and_chosen():
     assert weights == pytest.approx(expected, abs=1e-6)
     edited = [editor.edit("the dog cat", random.Random(seed)).split() for seed in range(50)]
     assert {words[2] for words in edited} == {"cat"} and {words[0] for words in edited} > {"the"}
-    assert WordEditor(["the cat"]).edit("cat", random.Random(0))                   # all weights are equal
+    assert WordEditor(["the cat"]).edit("cat", random.Random(0))                   # all weights are 1e-9 here
 
 
 @both_forms

@@ -25,7 +25,7 @@ def test_cutoffs(name, rate, zeroed):
     zeros = draws == 0
     assert set(draws.unique().tolist()) <= {0.0, 1.0}
     assert (zeros.sum((2, 3)) == torch.tensor(zeroed)).all()
-    whole = dict(feature_cutoff=2, token_cutoff=3).get(name)   # along this axis, all or none are 0
+    whole = dict(feature_cutoff=2, token_cutoff=3).get(name)   # along this axis, all entries or none are 0
     assert whole is None or torch.equal(zeros.all(whole), zeros.any(whole))
     eligible = mask[:, :, None].expand(3, 12, 25) | (name == "feature_cutoff")
     assert torch.equal(zeros.any(0)[:2], eligible[:2]) and not (zeros & ~eligible).any()
@@ -93,7 +93,7 @@ def test_noise_is_along_the_gradient(bert):
     model, args = make(bert, ["shuffle", "dropout"], adversarial=0.1)
     rows = [tokenise(list(column), model.tokenizer, 64)[0] for column in zip(*(row[:2] for row in NLI[:7]))]
     batch = consert.make_batch(model, SimpleNamespace(views=lambda *_: rows), range(7))
-    torch.manual_seed(0)                                       # the same order of tokens in all passes
+    torch.manual_seed(0)                                       # all passes then have the same order of tokens
     noisy = consert.add_adversarial_noise(model, batch, 7, args)
     for places, _, mask, view, noise in noisy:
         assert torch.equal(view, places // 7)

@@ -23,7 +23,7 @@ def test_spans(bert):
     Positives overlap or touch their anchor. Each span has special tokens at its ends."""
     tokenizer = AutoTokenizer.from_pretrained(bert)
     args = SimpleNamespace(max_length=64, spans=[2, 3])
-    positions = np.arange(1000, 4000, dtype=np.int32)          # token ids give the positions
+    positions = np.arange(1000, 4000, dtype=np.int32)          # each token's id tells its position
     ends = [tokenizer.cls_token_id, tokenizer.sep_token_id]
     document = np.concatenate([ends[:1], positions, ends[1:]])
     lengths, sides = {0: [], 1: []}, set()

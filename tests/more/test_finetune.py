@@ -99,7 +99,7 @@ def test_two_stages_and_detection(tmp_path, monkeypatch):
     result = run("ood", tmp_path / "out", "--model", "scratch", *flags, "--ood-epochs", 1, "--steps", 3,
                  "--batch-size", 64)
     assert [stage.call_count for stage in stages] == [5, 3, 2]
-    rates = [2e-3 * left / 7 for left in (0, 7, 6, 5, 4, 3, 2, 1)]             # one step of warm-up
+    rates = [2e-3 * left / 7 for left in (0, 7, 6, 5, 4, 3, 2, 1)]             # the first step is the warm-up
     assert [step["lr"] for step in result.steps] == pytest.approx(rates)
     lengths = [[*map(len, call.args)] for call in detector.call_args_list]
     assert lengths == [[120, 120, 320, 320], [600, 600, 320, 320]] and result.steps[-1]["ood"]["first logit"]

@@ -85,7 +85,7 @@ def test_finetuning_and_distillation(tmp_path):
     given = ["--probe-epochs", 0, "--steps", 2, "--head-layers", 3, "--form", "code"]
     run("simclr", first, "--data", data, *small, *given)
     head = load_file(first / "head.safetensors")
-    for layer, last in ((0, 0), (1, 3), (3, 8)):               # last: index of the new layer
+    for layer, last in ((0, 0), (1, 3), (3, 8)):               # last is the index of the new layer
         start = simclr_v2.classifier_head(256, SimpleNamespace(from_layer=layer, model=str(first)), 3)
         assert len(start) == last + 1 and not start[-1].weight.any() and not start[-1].bias.any()
         assert all(torch.equal(weight, head[name]) for name, weight in start[:-1].state_dict().items())

@@ -37,4 +37,4 @@ def test_uncorrected_adamw_matches_the_formula():
             expected[i] = kept * expected[i] - lr * m[i] / (v[i].sqrt() + eps)
         optimizer.step()
     torch.testing.assert_close([w.detach() for w in model.parameters()], expected, rtol=1e-12, atol=1e-14)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]        # no frozen ones
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]       # without frozen weights

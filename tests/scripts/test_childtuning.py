@@ -32,7 +32,7 @@ def test_steps_follow_the_released_rule(mode, p, correct_bias):
     In every third step, one weight has no gradient. In the last step, some gradients are NaN; a NaN counts as
     0 where the mask is 0. With p = 1 there is no mask."""
     weights = [torch.nn.Parameter(numbers(*shape)) for shape in ((5, 7), (5,), (), (1, 3), (17, 11))]
-    weights[0] = torch.nn.Parameter(weights[0].detach().T)     # not contiguous
+    weights[0] = torch.nn.Parameter(weights[0].detach().T)     # this weight is not contiguous
     masks = random_masks(weights[:-2] + weights[-1:], 50)      # weights[-2] has no mask
     given = dict(D=dict(masks), F=masks.get).get(mode[-1]) if p < 1 else None
     groups = dict(params=weights[:2], weight_decay=0.1), dict(params=weights[2:], betas=(0.8, 0.99), eps=1e-3)

@@ -73,7 +73,7 @@ def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
         total.backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
-    of_two_ranks, _ = cline.compute_loss(model, batch, 2 * len(rows), args)    # adds half of max(s, 0)
+    of_two_ranks, _ = cline.compute_loss(model, batch, 2 * len(rows), args)   # it adds only half of max(s, 0)
     assert (total - of_two_ranks).item() == pytest.approx((0.3 + 0.5) / 2, rel=1e-3)
     monkeypatch.setattr(cline, "mask_tokens", lambda ids, maskable, _: (ids, maskable & False))
     loss, values = cline.compute_loss(model, cline.make_batch(rows, model), len(rows), args)

@@ -71,7 +71,7 @@ def test_first_loss_matches_the_formula(form, per_sentence, pooling, more, ascen
     assert 4 < (1 - loss_formulas.instance_weights(f, f, 0.99)).sum() < 100    # 4 pairs are duplicates
     noise, settings = ascend.call_args_list[0].args[2].double(), ascend.call_args_list[0].args[3:]
     assert noise.shape == (int(per_sentence * 12), 32) and settings == (*ascent, form)
-    assert noise.square().sum() / 32 == pytest.approx(len(noise), rel=0.1)     # standard normal noise
+    assert noise.square().sum() / 32 == pytest.approx(len(noise), rel=0.1)     # the noise is standard normal
     moved = loss_formulas.noise_negatives(z, z, noise, *ascent, form) if len(noise) else noise
     expected = loss_formulas.dclr_loss(z, z, moved, f, f, 0.99, result.args.temperature, form)
     assert result.losses == pytest.approx([expected.item()], abs=2e-4)

@@ -47,7 +47,7 @@ def test_hard_negatives_share_a_type_and_are_not_on_the_page(page, tmp_path):
 
 @pytest.mark.parametrize("form, m, kind, tau, equals", [
     ("paper", 0, "none", 0.1, None), ("paper", 1, "tanh", 0.1, "keep"), ("paper", 3, "linear", 100, None),
-    ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100: no flags, but defaults
+    ("code", 0, "linear", 0.1, "mask"), ("code", 3, "tanh", 100, None)])   # τ = 100: use the defaults
 def test_first_loss_matches_the_formula(form, m, kind, tau, equals, tmp_path, bert, monkeypatch):
     """The first loss equals the formula on the model's embeddings. With --form code, negatives come from
     groups of 8 and 4 rows, also on a rank that has only the last 4 rows, and equal entities are not masked by

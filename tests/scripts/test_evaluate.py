@@ -17,7 +17,7 @@ def test_best_checkpoint_is_kept(tmp_path, monkeypatch):
 
     def next_score(model, *_):
         seen.append(copy.deepcopy(model.encoder.state_dict()))
-        return {"spearman": next(scores), "uniformity": -len(seen)}    # the first one chooses the checkpoint
+        return {"spearman": next(scores), "uniformity": -len(seen)}   # the first score selects the checkpoint
 
     monkeypatch.setattr("kernels.training.text.evaluation.evaluate", next_score)
     flags = [*SMALL, "--dev", DATA / "sts.tsv", "--test", DATA / "sts.tsv", "--steps", 4, "--eval-every", 1]

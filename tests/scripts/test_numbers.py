@@ -23,10 +23,10 @@ DEFAULTS = [
     ("simcse", "--columns 1 2 3", dict(batch_size=512, lr=5e-5, epochs=3)),
     ("cline", "--columns 1 2 3", dict(
         synonym_rate=0.4, antonym_rate=0.2, batch_size=256, max_length=512, length=30_000, warmup_part=60,
-        eps=1e-8)),                                            # warm-up: 500 steps
+        eps=1e-8)),                                            # length / warmup_part = 500 warm-up steps
     ("cline", "--columns 1 2 3 --form code", dict(
         synonym_rate=0.5, antonym_rate=0.5, batch_size=128, max_length=256, length=1_000_000, warmup_part=100,
-        eps=1e-6)),                                            # warm-up: 10,000 steps
+        eps=1e-6)),                                            # length / warmup_part = 10,000 warm-up steps
     ("ease", "", dict(hard_negatives=1)),
     ("vascl", "--columns 1", dict(form="code", radius=15)),
     ("simclr", "", dict(lr=1.0, temperature=0.5, optimizer="lars", blur=0, form="paper")),

@@ -6,7 +6,7 @@ import kernels
 from good import words
 from running import run
 
-UNIT, ANY = torch.float16, torch.bfloat16                      # dtypes: for unit rows, for other rows
+UNIT, ANY = torch.float16, torch.bfloat16                      # dtypes of unit rows and of other rows
 # (script and flags, dtypes in which its kernels multiply in training with --precision bf16)
 CALLS = [("simcse", {UNIT}), ("simcse --data few.txt --mlm-weight 1", {UNIT, ANY}), ("selfguided", {UNIT}),
          ("cline", {ANY}), ("tacl", {UNIT, ANY}), ("ease", {UNIT}), ("vascl", {UNIT}), ("dclr", {UNIT}),

@@ -140,7 +140,7 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
     kinds = ["".join(sorted({names[i] for i in batch})) for batch in found]
     assert {*kinds} == {"a", "b"} and abs(kinds.count("a") / 400 - 24 / 35) < 0.07
     assert all(len(batch) == len({*batch}) == 4 for batch in found)
-    for kind, steps, count in ("a", 6, 24), ("b", 2, 8):       # the first pass over a data set
+    for kind, steps, count in ("a", 6, 24), ("b", 2, 8):       # check the first pass over each data set
         of_kind = [batch for batch, name in zip(found, kinds) if name == kind]
         assert len({row for batch in of_kind[:steps] for row in batch}) == count
     flags = ["--data", file, "--model", bert, "--pooling", "avg", "--steps", 6, "--max-length", 512,

@@ -37,16 +37,16 @@ def test_ignore_equal(columns, tmp_path, bert):
     texts = [row[0] for row in NLI[:9]]
     rows = [[texts[(i + column * (i % 4 + 1)) % 9] for column in range(columns)] for i in range(12)]
     for i, row in enumerate(rows):
-        linked = (i + 3 * (i % 3)) % 9 if i % 3 else 0         # links texts 0, 3, 6, also 1, 4, 7 and 2, 5, 8
+        linked = (i + 3 * (i % 3)) % 9 if i % 3 else 0         # texts with the same index % 3 are linked
         row[1:2] = [texts[linked]][: columns - 1]
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--ignore-equal"]
     result = run_text("simcse", tmp_path, rows, *flags)
     z1, *keys = [F.normalize(embed_saved(bert, column, "avg").double(), dim=1) for column in zip(*rows)]
     anchors, *others = zip(*rows)
     others = others or [anchors]
-    linked = torch.eye(9, dtype=torch.bool)                    # texts that occur as anchor and positive
+    linked = torch.eye(9, dtype=torch.bool)                    # linked[i, j]: i and j are anchor and positive
     linked[[*map(texts.index, anchors)], [*map(texts.index, others[0])]] = True
-    for _ in range(4):                                         # 16 links reach all linked texts
+    for _ in range(4):                                         # paths of 16 links reach all linked texts
         linked = (linked | linked.T).float() @ (linked | linked.T).float() > 0
     keys_of_rows = [texts.index(text) for column in others for text in column]
     left_out = linked[[*map(texts.index, anchors)]][:, keys_of_rows]

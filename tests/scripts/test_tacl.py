@@ -33,7 +33,7 @@ def with_heads(tmp_path_factory, bert):
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         vocab_size=len(tokenizer), initializer_range=0.2, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0))
-    for parameter in model.cls.parameters():                   # also biases, which would be 0
+    for parameter in model.cls.parameters():                   # biases are 0 without this
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -69,7 +69,7 @@ def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, wit
     values, seen, decoder = Counter(), [], model.lm.get_output_embeddings()
     micro_batches = tacl.make_batch(rows, model.train(), args)
     lengths = sorted(len(row[0]) for row in rows)
-    size = 9 if grad_accum == 1 else 3                         # rows of a micro-batch, of similar length
+    size = 9 if grad_accum == 1 else 3                         # number of rows of a micro-batch
     widths = lengths[size - 1 :: size] if form == "paper" else [256] * (9 // size)
     assert [micro_batch[0].shape[1] for micro_batch in micro_batches] == widths and len(set(lengths)) > 4
     with decoder.register_forward_hook(lambda *x: seen.append(x[2].numel())):
@@ -99,7 +99,7 @@ def test_losses_equal_those_of_transformers(form, grad_accum, weight, files, wit
         assert found["contrast"] == pytest.approx(contrast.item(), rel=2e-3)   # τ = 0.01 enlarges rounding
         total = found["mlm"] + found["nsp"] + weight * found["contrast"]
         assert found["loss"] == pytest.approx(total, abs=1e-4)
-    ends = real.sum(1) if form == "paper" else [256] * 9       # "code": also compared with padding
+    ends = real.sum(1) if form == "paper" else [256] * 9       # "code" compares with padding, too
     right = [i == cosines(s[row, i], t[row, : ends[row]]).argmax() for row, i in is_masked.nonzero()]
     assert evaluated["accuracy"] == pytest.approx(100 * np.mean(right), abs=1e-3)
     assert 0.05 < np.mean(right) < 1

@@ -42,7 +42,7 @@ def test_first_loss_matches_the_formula(form, columns, length, tmp_path, bert, m
     order = next(batches(12, 12, result.args.seed))            # row i of the noise is for row i of the batch
     views = [embed_saved(bert, [rows[i][column] for i in order], "avg").double() for column in range(columns)]
     layers = list(result.model.projection.parameters())
-    assert [tuple(weight.shape) for weight in layers] == [(32, 32), (128, 32)]             # no biases
+    assert [tuple(weight.shape) for weight in layers] == [(32, 32), (128, 32)]     # the layers have no biases
     weights = [weight.detach().double().requires_grad_() for weight in layers]
     e, head = views[0], loss_formulas.head(*weights)
     terms = {"instance": loss_formulas.nt_xent(head(e), head(views[-1]), 0.05, normalize=True)}

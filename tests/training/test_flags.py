@@ -20,7 +20,7 @@ def test_a_flag_given_as_0_is_no_missing_flag():
 # ── checksums of inputs ──
 
 @pytest.mark.parametrize("flag, value, change", [
-    ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # has the same size
+    ("data", "a.txt", lambda: Path("a.txt").write_text("A man eat.\n")),       # its size is unchanged
     ("test", ["b.txt", "a.txt"], lambda: Path("a.txt").write_text("A man eat.\n")),
     ("model", "model", lambda: Path("model/new.json").touch()),
     ("model", "model", lambda: Path("model/weights").write_text("B man ate.\n")),

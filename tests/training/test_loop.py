@@ -37,7 +37,7 @@ def test_last_batch_with_too_few_rows_is_skipped(rows, least):
     steps = steps_per_epoch(rows, 4, least)
     sizes = [len(batch) for batch in order(steps + 1, rows=rows, least=least)]
     last = [rows % 4] if rows % 4 >= least else []
-    assert sizes == [4] * (rows // 4) + last + [4]             # [4]: first batch of the next epoch
+    assert sizes == [4] * (rows // 4) + last + [4]             # [4] is the first batch of the next epoch
 
 
 # ── three ranks ──
@@ -70,7 +70,7 @@ def check_gathered_rows(rank):
     z, own = torch.eye(8), own_rows(8)
     keys, labels = gather_rows(z[own], 8), torch.arange(8, dtype=torch.int16) + 300
     assert torch.equal(keys, z) and torch.equal(gather_rows(labels[own], 8, dtype=torch.bfloat16), labels)
-    x = (z[own] / 3).requires_grad_()                          # sent as float16; the gradient stays float32
+    x = (z[own] / 3).requires_grad_()                         # rows are sent as float16, gradients as float32
     gathered = gather_rows(x, 8, dtype=torch.float16)
     assert gathered.dtype == torch.float32 and torch.equal(gathered, (z / 3).half().float())
     (gathered * 1e-9).sum().backward()                         # 1e-9 would be 0 in float16
@@ -81,7 +81,7 @@ def check_gathered_rows(rank):
     assert len(x) == (2, 5, 3)[rank] and torch.equal(gathered[:, 0], torch.arange(5.0))
     (gathered * (rank + 1)).sum().backward()                   # gradients are sums over the group
     assert torch.equal(x.grad, torch.full_like(x, 2 if rank == 1 else 1 + 3))
-    assert rank != 1 or ring_rows(x, 5, group=groups[1]) is x  # one process
+    assert rank != 1 or ring_rows(x, 5, group=groups[1]) is x  # a group of one process needs no ring
     args = SimpleNamespace(ring=True, precision="bf16")
     assert isinstance(precision.gather_keys(z[own], 8, args), RingRows)
 

@@ -66,6 +66,6 @@ def test_every_rank_resumes_with_its_own_random_state(tmp_path):
         assert [end(process) for process in processes] == ([130, 130] if setup else [0, 0])
     states = (torch.load(tmp_path / run / "out/state.pt", weights_only=True) for run in ("whole", "parts"))
     whole, parts = states
-    seeds = [state[:8].view(torch.int64).item() for state, _ in whole["random"]]       # 8 bytes of seed
+    seeds = [state[:8].view(torch.int64).item() for state, _ in whole["random"]]       # 8 bytes are the seed
     assert seeds == [42, 43]
     assert equal(whole["random"], parts["random"]) and equal(whole["model"], parts["model"])

@@ -58,7 +58,7 @@ class Crops(NamedTuple):
         w = np.minimum(width, (height * widest).round())
         h = np.minimum(height, (width / narrowest).round())
         left, top = np.floor((width - w) / 2), np.floor((height - h) / 2)
-        missing, attempt = np.arange(len(keys)), 0             # indices of views without a fitting box
+        missing, attempt = np.arange(len(keys)), 0             # missing: indices of views without a box yet
         while len(missing) and attempt < self.attempts:
             area, aspect, x, y = random_uniform(seed, epoch, keys[missing], 4 * attempt, 4)
             area, aspect = self.min_area + (1 - self.min_area) * area, self.sample_aspect(aspect)
@@ -157,7 +157,7 @@ def jitter(x, colour, hue, p):
     brightness, contrast, saturation = (uniform(low, high, (n, 1, 1, 1), x) for _ in range(3))
     shift = uniform(-hue, hue, (n, 1, 1), x)
     for turn in range(4):
-        # an image makes one change per turn: masks of images for brightness, contrast, saturation and hue
+        # now[0] to now[3] select the images that change brightness, contrast, saturation or hue in this turn
         now = [(order[:, turn] == which).view(n, 1, 1, 1) & changed for which in range(4)]
         x = torch.where(now[0], x * brightness, x)
         luma = grey(x)

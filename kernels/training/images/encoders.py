@@ -15,7 +15,7 @@ from ..out import atomic_output
 from ..pretrained import loading, read_config, read_json
 
 SMALL_SIZE = 32                                                # largest side in pixels of a small view
-CENTRE_CROP = 0.875              # views above SMALL_SIZE: side of the centre crop / image's shorter side
+CENTRE_CROP = 0.875      # side of the centre crop / image's shorter side, if views are larger than SMALL_SIZE
 
 
 class SmallImageResNet(ResNetModel):
@@ -23,7 +23,7 @@ class SmallImageResNet(ResNetModel):
 
     def __init__(self, config):
         super().__init__(config)
-        config.small_stem = True                               # load_image_encoder then uses this class
+        config.small_stem = True                               # tells load_image_encoder to use this class
         stem = nn.Conv2d(config.num_channels, config.embedding_size, 3, padding=1, bias=False)
         self.embedder.embedder.convolution = stem
         self.embedder.pooler = nn.Identity()
@@ -72,7 +72,7 @@ def read_size(name):
     """Return the side in pixels of the input images of a model, as saved in its folder; 224 if not saved."""
     is_saved = name not in RESNETS and Path(name).is_dir()
     size = read_json(name, "preprocessor_config.json").get("size", 224) if is_saved else 224
-    return size.get("shortest_edge", 224) if isinstance(size, dict) else size  # a number in older files
+    return size.get("shortest_edge", 224) if isinstance(size, dict) else size  # older files have a number
 
 
 class ImageEncoder(nn.Module):

@@ -105,7 +105,7 @@ def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nestero
     init_std        standard deviation of the layer's initial weights; 0: all weights start at zero
     """
     model.eval()
-    torch.manual_seed(run.args.seed)                           # a run and --evaluate train an equal probe
+    torch.manual_seed(run.args.seed)                           # --evaluate must train the same probe
     train_labels, labels = (split.labels.to(run.device) for split in (images.train, images.test))
     layer = nn.Linear(model.feature_dim, len(images.classes), device=run.device)
     nn.init.normal_(layer.weight, std=init_std) if init_std else nn.init.zeros_(layer.weight)

@@ -43,7 +43,7 @@ def one_line_errors(path):
         yield
     except UserError:
         raise
-    except Exception as error:                                 # libraries raise many types for damaged files
+    except Exception as error:                                 # damaged files cause errors of many types
         if is_out_of_memory(error):
             raise
         what = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
@@ -98,7 +98,7 @@ class StandIn:
         pass
 
     def __setstate__(self, state):
-        if len(state) == 5:                                    # 5 parts: an array; 8 parts: a dtype, unused
+        if len(state) == 5:                                    # arrays have 5 parts; dtypes have 8, unused
             _, shape, _, is_fortran, data = state
             self.values = np.frombuffer(data, np.uint8).reshape(shape, order="F" if is_fortran else "C")
 
@@ -110,7 +110,7 @@ class BatchUnpickler(pickle.Unpickler):
         """Return a replacement for a class or function used in CIFAR's batches; else raise ValueError."""
         known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
                  "numpy._core.multiarray._reconstruct": StandIn,
-                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # how Python 3 saves bytes
+                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # Python 3 pickles bytes so
         if f"{module}.{name}" not in known:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
         return known[f"{module}.{name}"]

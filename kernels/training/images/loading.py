@@ -23,7 +23,7 @@ from .augmentation import Crops, centre_crop_boxes, crop_and_resize, to_float
 # The formats that Pillow may open. For some other formats, Pillow would start external programs.
 FORMATS = "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
 MODES = "1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"      # 8 bits or fewer per channel
-ORIENTATION = 0x0112           # EXIF tag: how to turn the image; above 4, width and height change places
+ORIENTATION = 0x0112           # EXIF tag for the image's rotation; values above 4 swap width and height
 REPAIR = "repair or delete it, or start again with --skip-damaged"
 
 
@@ -122,7 +122,7 @@ class ImageFiles(ImageSource):
         for path in map(self.path, range(min(100, len(self)))):
             try:
                 sizes.append(min(open_image(path).size))
-            except Exception as error:                         # Pillow raises many types for damaged images
+            except Exception as error:                         # damaged images cause errors of many types
                 fail(f"{describe_damage(path, error)}; {REPAIR}")
         return min(model_size, max(sizes))
 
@@ -186,7 +186,7 @@ def ignore_signals(_):
 
 def kill_workers():
     """Kill all workers at the end of this process. They ignore the SIGTERM of multiprocessing."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)              # DataLoader would report the death of a worker
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)              # else DataLoader reports the killed workers
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
@@ -208,7 +208,7 @@ def find_damage(path):
         with open_image(path) as image:
             image.draft(None, (1, 1))
             image.load()
-    except Exception as error:                                 # Pillow raises many types for damaged images
+    except Exception as error:                                 # damaged images cause errors of many types
         return describe_damage(path, error)
 
 
@@ -227,7 +227,7 @@ def crop_files(source, cutter, epoch, rows):
     for row in rows:
         try:
             with open_image(source.path(row)) as image:
-                # a camera stores how it was held; Pillow swaps the sides of a TIFF itself
+                # EXIF stores how the camera was held. For a TIFF, Pillow has already swapped the sides.
                 is_turned = image.getexif().get(ORIENTATION, 1) > 4 and image.format != "TIFF"
                 width, height = image.size[::-1] if is_turned else image.size
                 boxes = cutter.boxes(epoch, np.array([row]), np.array([[width, height]]))[:, 0]
@@ -240,6 +240,6 @@ def crop_files(source, cutter, epoch, rows):
                 corners = [[*map(round, corner)] for corner in (boxes * scale).tolist()]
                 views = (rgb.crop(corner).resize((size, size), method) for corner in corners)
                 found.append([*map(np.asarray, views)])
-        except Exception as error:                             # Pillow raises many types for damaged images
+        except Exception as error:                             # damaged images cause errors of many types
             return describe_damage(source.path(row), error)
     return torch.from_numpy(np.array(found)).transpose(0, 1)

@@ -146,7 +146,7 @@ def token_labels(text, words, encoding, replaced_class, form):
     form             "paper": tokens outside labelled words have class 0; "code": these tokens have class
                      −100, which the loss ignores. Special tokens always have class −100
     """
-    classes = np.full(len(text) + 1, -100 if form == "code" else 0, np.int8)   # of each character
+    classes = np.full(len(text) + 1, -100 if form == "code" else 0, np.int8)   # the class of each character
     for start, end, kind in words:
         classes[start:end] = replaced_class if kind else 0
     # some tokenizers count a space before a word as part of the word's first token

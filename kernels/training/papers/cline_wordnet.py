@@ -15,7 +15,7 @@ its least less like many may me might million mine more most much must near neit
 one or other out outside over past same seven several six so some such ten then there though thousand three
 through throughout till twelve two under up us was were whatever while who why will within yet zero
 """.split())
-POS_NAMES = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")              # name in spaCy: in WordNet
+POS_NAMES = dict(NOUN="noun", VERB="verb", ADJ="adj", ADV="adv")              # {spaCy's name: WordNet's name}
 WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*|[^\w\s]|_")
 EXPECTED_FOLDER = "expected the folder of a WordNet database"
 COPY_AGAIN = "the database is damaged; copy it again"
@@ -32,7 +32,7 @@ class WordNet:
     forms_of    {part of speech: {lemma: its irregular forms}}
     words       sorted list of lower-case words, used as random replacements
     """
-    POS_BY_LETTER = dict(n="noun", v="verb", a="adj", s="adj", r="adv")        # letter in a pointer
+    POS_BY_LETTER = dict(n="noun", v="verb", a="adj", s="adj", r="adv")     # the keys are letters in pointers
     # "ses-s": if a word ends in "ses", its lemma may end in "s" instead (as in WordNet's morphy)
     ENDINGS = dict(noun="s- ses-s ves-f xes-x zes-z ches-ch shes-sh men-man ies-y",
                    verb="s- ies-y es-e es- ed-e ed- ing-e ing-", adj="er- est- er-e est-e", adv="")
@@ -88,7 +88,7 @@ class WordNet:
         the synset has 02 words, hot and torrid, and 001 pointer. This pointer leads from word 01 (hot) to
         word 01 of the adjective synset 00363100, which is the antonym (!) of hot.
         """
-        if line.startswith("  "):                              # a line of the licence
+        if line.startswith("  "):                              # the line belongs to the licence
             return
         fields = line.split(" | ")[0].split()
         size = 4 + 2 * int(fields[3], 16)
@@ -96,7 +96,7 @@ class WordNet:
         pointers = fields[size + 1 : size + 1 + 4 * int(fields[size])]
         if int(fields[0]) != offset or len(pointers) != 4 * int(fields[size]) or not line.endswith("\n"):
             raise ValueError
-        # hypernyms (@), antonyms (!): [(key of a synset, number of one of its words, or 0 for all words)]
+        # {"@": hypernyms, "!": antonyms}: lists of (key of a synset, number of a word in it; 0: all words)
         targets = {"@": [], "!": []}
         for i in range(0, len(pointers), 4):
             symbol, other, letter, numbers = pointers[i : i + 4]
@@ -169,7 +169,7 @@ def inflect(word, ending):
     "wider"."""
     if ending == "ing":
         return re.sub("([^eoy])e$", r"\1", word) + ending
-    if ending in ("s", "es"):                                  # s: plural noun (photos); es: verb (echoes)
+    if ending in ("s", "es"):                                  # s means a noun (photos), es a verb (echoes)
         word = re.sub("([^aeiou])y$", r"\1ie", word)
         takes_es = "(s|x|z|ch|sh)$" if ending == "s" else "(s|x|z|ch|sh|[^aeiou]o)$"
         return word + ("es" if re.search(takes_es, word) else "s")
@@ -206,6 +206,6 @@ def tag_words(texts, tagger, wordnet):
         tagged = []
         for word in WORD.finditer(text):
             lower = word.group().lower()
-            is_name = tagged and word.group() != lower         # capital letter after word 1: likely a name
+            is_name = tagged and word.group() != lower         # a capitalised later word is likely a name
             tagged.append((*word.span(), None if is_name else wordnet.part_of_speech(lower)))
         yield tagged

@@ -39,7 +39,7 @@ def load_entity_vectors(path, titles):
                     found.add(title)
     except (OSError, EOFError) as error:
         fail(f"{path}: {getattr(error, 'strerror', None) or error}")
-    except ValueError as error:                                # not a number, or not UTF-8
+    except ValueError as error:                                # the line has a non-number or is not UTF-8
         fail(f"{path} line {line}: {error}")
     if not found:
         fail(f"{path}: no vector of the {len(titles):,} entities; expected lines like ENTITY/Title 0.1 0.2, "

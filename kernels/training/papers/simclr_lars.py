@@ -35,4 +35,4 @@ class LARS(torch.optim.Optimizer):
                     step = step * torch.where(is_scaled, group["trust"] * w_norm / step_norm, 1.0)
                 v = self.state[w].setdefault("momentum", torch.zeros_like(w))
                 v.mul_(group["momentum"]).add_(step, alpha=group["lr"])
-                w.sub_(v)                      # v already has the factor lr; torch's SGD multiplies here
+                w.sub_(v)                      # v already contains lr; torch.optim.SGD multiplies by lr here

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from ..out import atomic_output, save_tokenizer
 from ..pretrained import find_file, loading, read_json
 
-POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # sentence-transformers' name: our name
+POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # {sentence-transformers' name: our name}
 POOLING_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
                  "pooling_mode_lasttoken": "lasttoken"}               # the names in older config.json files
 ACTIVATIONS = {kind: getattr(torch.nn, kind) for kind in ("Tanh", "Identity", "ReLU", "GELU")}
@@ -142,7 +142,7 @@ def save(model, run):
         weights |= pooler_weights(model, head)
     with atomic_output(run) as aside:
         encoder.save_pretrained(aside, state_dict=weights)
-        model.tokenizer.padding_side = "right"                 # SentenceEncoder.batch pads there
+        model.tokenizer.padding_side = "right"                 # SentenceEncoder.batch pads on the right
         save_tokenizer(model.tokenizer, aside)
         index = [dict(idx=0, name="0", path="", type="sentence_transformers.models.Transformer")]
         for i, (kind, settings, tensors) in enumerate(modules_after_encoder(model, head), 1):

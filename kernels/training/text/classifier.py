@@ -42,7 +42,7 @@ def classifier_flags(parser):
                                          "label; then label or score, or else the last column")
     add("--task", group="data", choices=("classification", "regression"),
         help="type of task; default inferred from the labels")
-    parser.set_defaults(labels=None, widths=(2, 3))            # load_rows sets the class names, and one width
+    parser.set_defaults(labels=None, widths=(2, 3))         # load_rows sets class names and number of columns
 
 
 def load_rows(path, args):
@@ -135,7 +135,7 @@ def find_label_header(table, args):
 
 def load_model(args, run):
     """Load --model and its tokenizer. Keep a trained head that has as many outputs, else make a new head."""
-    torch.manual_seed(args.seed)                               # for the weights of a new head
+    torch.manual_seed(args.seed)                               # the seed decides the weights of a new head
     config = dict(problem_type="regression", num_labels=1)
     if args.labels:
         config = dict(problem_type="single_label_classification", id2label=dict(enumerate(args.labels)),
@@ -212,7 +212,7 @@ def classification_metrics(truth, predicted, labels):
 def forward_rows(model, rows, forward):
     """Run forward(model, inputs) on all rows in eval mode. Return the outputs on the CPU, in row order."""
     model.eval()
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # reduces padding
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]["input_ids"]))       # sorting saves padding
     found = []
     for start in progress(range(0, len(rows), 128), "evaluating", " batches"):
         inputs, _ = make_batch([rows[i] for i in order[start : start + 128]], model)

@@ -17,7 +17,7 @@ from .tokens import group_by_length, pad, restore_order, tokenise
 
 def init_linear(linear, config):
     """Initialise a linear layer as BERT does (normal weights, zero bias) and return it."""
-    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))      # XLM: init_std
+    std = getattr(config, "initializer_range", getattr(config, "init_std", 0.02))      # XLM calls it init_std
     torch.nn.init.normal_(linear.weight, std=std)
     if linear.bias is not None:
         torch.nn.init.zeros_(linear.bias)
@@ -44,7 +44,7 @@ class SentenceEncoder(torch.nn.Module):
         self.encoder, self.tokenizer = encoder, tokenizer
         self.pretrained_pooler = (getattr(encoder, "pooler", None),)
         if self.pretrained_pooler[0] is not None:
-            encoder.pooler = torch.nn.Identity()               # not None: SqueezeBERT would call None
+            encoder.pooler = torch.nn.Identity()               # SqueezeBERT would try to call None
         self.pooling, self.lm = pooling, None
         self.head, self.keep_head = None, False
         self.head_origin = ""
@@ -110,7 +110,7 @@ class SentenceEncoder(torch.nn.Module):
             hidden = (hidden + layers[other]) / 2
         if self.pooling.startswith("avg"):     # special tokens count, padding does not
             z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-        elif self.pooling == "last":           # the text's last token: padding is on the right
+        elif self.pooling == "last":           # the last token, because padding is on the right
             z = hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
         else:
             z = hidden[:, 0]
@@ -143,7 +143,7 @@ class SentenceEncoder(torch.nn.Module):
         """Load the weights of the checkpoint saved in `folder` into this model."""
         loaded = type(self.encoder).from_pretrained(folder, dtype=torch.float32)
         loaded.pooler = getattr(self.encoder, "pooler", None)
-        # from_pretrained renames weights: in the files of some models, such as GTE, they have other names
+        # from_pretrained also renames weights, because files of some models, such as GTE, use other names
         self.encoder.load_state_dict(loaded.state_dict())
         linears = list(self.head)[::2] if self.keep_head else []
         for linear, file in zip(linears, sorted(folder.glob("*_Dense/model.safetensors"))):
@@ -231,7 +231,7 @@ def set_prompts_and_length(model, args, columns):
     prompts = tuple(getattr(args, "prompt", None) or ())
     if prompts:
         model.prompts, model.default_prompt = prompts, prompts[0]
-    if getattr(args, "evaluate", False):                       # texts are not truncated to --max-length
+    if getattr(args, "evaluate", False):                       # --evaluate does not truncate to --max-length
         return
     if len(prompts) not in (0, 1, min(2, columns), columns):
         fail(f"--prompt: found {len(prompts)} texts for {columns} columns, expected 1 for all, 2 for "
@@ -253,7 +253,7 @@ def set_dropout(encoder, p, name):
     """Set the dropout probabilities of all modules to p. The config, which is saved, is not changed. If p > 0
     and the encoder has no dropout, raise UserError with the model's `name`."""
     for part in list(encoder.modules()):
-        for child_name, child in list(part.named_children()):  # ModernBERT has Identity for Dropout(0.0)
+        for child_name, child in list(part.named_children()):  # ModernBERT replaces Dropout(0.0) by Identity
             if "drop" in child_name and type(child) is torch.nn.Identity:
                 setattr(part, child_name, torch.nn.Dropout(0.0))
     attributes = dropout_attributes(encoder)
@@ -270,6 +270,6 @@ def describe_model(model, args):
     if model.head is not None:
         text += f", {model.head_origin}" + ("" if model.keep_head else " (training only)")
     has_dropout = any(getattr(part, name) for part, name in dropout_attributes(model.encoder))
-    if not getattr(args, "evaluate", False) and not has_dropout:       # no dropout: both views are equal
+    if not getattr(args, "evaluate", False) and not has_dropout:   # without dropout, a text's views are equal
         text += ", without dropout"
     return text + "".join(f", prompt {prompt!r}" for prompt in model.prompts if prompt)

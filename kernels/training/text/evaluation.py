@@ -81,7 +81,7 @@ def evaluate(model, data, impl="auto"):
     near = torch.from_numpy(scores > 4).to(z.device)
     if near.any() and scores.max() <= 5:
         result["alignment"] = (one - two)[near].square().sum(1).mean().item()
-    if len(z) > 1:                             # log mean exp(−2 |x − y|²); for unit rows, exp(4 x·y − 4)
+    if len(z) > 1:            # uniformity is log mean exp(−2 |x − y|²), for unit rows log mean exp(4 x·y − 4)
         lse = similarity_lse(z, temperature=0.25, exclude="diagonal", impl=impl).double()
         result["uniformity"] = lse.logsumexp(0).item() - 4 - math.log(len(z) * (len(z) - 1))
     return result
@@ -113,7 +113,7 @@ class Evaluator:
     def evaluate_and_save(self, model, run):
         """Score the model on --dev. Save the model if this score is the best so far or --dev is missing."""
         scores = evaluate(model, self.dev, self.args.impl) if self.dev else {}
-        if scores.get("uniformity", -1) > -1e-3:               # 0 if all embeddings are equal
+        if scores.get("uniformity", -1) > -1e-3:               # uniformity is 0 if all embeddings are equal
             log("note", f"step {run.step}: all sentences have nearly the same embedding, so the model has "
                         "collapsed; usual causes are a too high --lr or --temperature")
         first = next(iter(scores), None)
@@ -127,7 +127,7 @@ class Evaluator:
         if self.dev:
             first = next(iter(before))
             rise = f"dev {SHOWN[first]} {before[first]:.2f} → {best[first]:.2f} at step {best['step']}, "
-        if isinstance(self.dev, Retrieval):                    # it has more scores than `rise` shows
+        if isinstance(self.dev, Retrieval):                    # retrieval has more scores than `rise` shows
             log("dev", f"{show_scores(best)}  {self.args.dev}")
         self.print_test_scores(model)
         run.finish(rise)

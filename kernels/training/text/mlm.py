@@ -76,7 +76,7 @@ def embed_masked(model, group, impl, protected=None):
     returns     (embeddings (n, H), float (1, 2): sum of the chosen tokens' cross entropies, and their number)
     """
     _, ids, mask, *_ = group
-    special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # also padding
+    special = torch.tensor(model.tokenizer.all_special_ids, device=model.device)       # these include padding
     maskable = ~torch.isin(ids, special)
     if protected is not None:
         maskable &= ~protected(ids)

@@ -39,7 +39,7 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", **co
         check_tokenizer(source, tokenizer, model)
     model.missing = [*info["missing_keys"], *(part for part, *_ in info["mismatched_keys"])]
     if auto_class is AutoModel and any("pooler" in part for part in model.missing):
-        model.pooler = torch.nn.Identity()     # instead of a pooler with random weights
+        model.pooler = torch.nn.Identity()     # this replaces a pooler with random weights
     # a head may be missing, but not a weight of the encoder
     lost = [part for part in model.missing if "pooler" not in part
             and part.removeprefix(f"{model.base_model_prefix}.") in model.base_model.state_dict()]
@@ -61,7 +61,7 @@ def check_tokenizer(source, tokenizer, model):
         token = tokenizer.convert_ids_to_tokens(largest)
         fail(f"{source}: the tokenizer gives {token!r} id {largest:,}, the model has {rows:,} embeddings; "
              "call model.resize_token_embeddings(len(tokenizer)), and save the model again")
-    if tokenizer.pad_token is None:                            # GPT-2, Llama
+    if tokenizer.pad_token is None:                            # as in GPT-2 and Llama
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
 
 

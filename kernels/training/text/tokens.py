@@ -8,10 +8,10 @@ import torch.distributed as dist
 from ..errors import fail, log
 from ..out import writing
 
-# fixed cost of a group (kernel launches, a pass over all gradients), as a number of tokens (estimates)
+# estimated fixed cost of a group (kernel launches, a pass over all gradients), measured in tokens
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 NO_LIMIT = 2**31 - 1                           # a maximum length that means no truncation
-MAX_CHARS = 2**21                              # a tokenizer call needs about 100 bytes per character
+MAX_CHARS = 2**21                              # per tokenizer call, which needs about 100 bytes per character
 
 
 def text_batches(texts):
@@ -103,7 +103,7 @@ class TokenRows:
         return (len(self.ends) - 1) // self.columns
 
     def __getitem__(self, i):
-        first = range(len(self))[i] * self.columns             # range: i may be −1, or raise IndexError
+        first = range(len(self))[i] * self.columns             # range allows i = −1 and raises IndexError
         ends = self.ends[first : first + self.columns + 1].tolist()
         return tuple(np.array(self.ids[start:end]) for start, end in zip(ends, ends[1:]))
 

@@ -107,7 +107,7 @@ def test_blur_is_gaussian_with_a_sigma_for_each_image():
 
 
 @pytest.mark.parametrize("script, v1, expected", [
-    (simclr, False, [("jitter", 0.4, 0.1, 0.8), 0.1, "grey", 0.3, "blur"]),        # with the flags below
+    (simclr, False, [("jitter", 0.4, 0.1, 0.8), 0.1, "grey", 0.3, "blur"]),        # flags: see the test
     (moco, False, [("jitter", 0.4, 0.1, 0.8), 0.2, "grey", 0.3, "blur"]),
     (moco, True, [0.2, "grey", ("jitter", 0.4, 0.4, 1)])])
 def test_augmentation_matches_the_paper(script, v1, expected, monkeypatch):
@@ -130,4 +130,4 @@ def test_augmentation_matches_the_paper(script, v1, expected, monkeypatch):
     views = script.augment(torch.zeros(4000, 3, 2, 1), SimpleNamespace(colour=0.5, grey=0.1, blur=0.3, v1=v1))
     assert calls == expected and views.shape == (4000, 3, 2, 1)
     for p, amount in zip([call for call in calls if isinstance(call, float)], (0.25, 0.5)):
-        assert abs(((views / amount).int() % 2).float().mean() - p) < 0.03         # a share p is changed
+        assert abs(((views / amount).int() % 2).float().mean() - p) < 0.03    # a share p of images is changed

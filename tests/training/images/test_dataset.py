@@ -179,7 +179,7 @@ def test_moco_updates_the_key_encoder_before_it_encodes_keys(tmp_path, monkeypat
     monkeypatch.setattr(moco, "encode_keys", checked)
     data = write(tmp_path / "x.npz", dict(images=IMAGES))
     result = run("moco", tmp_path / "out", "--data", data, *MOCO, "--momentum", 0, "--symmetric")
-    assert result.run.extra_state["pointer"] == 2 * 2 * 6 % 24                 # two steps, two keys per image
+    assert result.run.extra_state["pointer"] == 2 * 2 * 6 % 24                 # 2 steps, 2 keys per image
 
 
 CASES = ["moco --symmetric", "memory_bank", "simclr", "simclr --ring", "simclr --supervised",

@@ -91,7 +91,7 @@ def test_tokenised_triples_are_truncated_with_their_labels(bert):
     rows = [("a dog eats", "a hound eats", "a cat eats", [(2, 7, True), (8, 12, None)], [(2, 5, True)]),
             ("the small dog", "the small hound", "a cat", [(10, 15, True)], [(0, 1, True)]),
             ("a", "b", "a", [(0, 1, True)], [])]
-    args, none = SimpleNamespace(form="paper", max_length=8), -100             # 6 letters, 2 special tokens
+    args, none = SimpleNamespace(form="paper", max_length=8), -100          # 8 = 6 letters + 2 special tokens
     (row,), _ = cline_triples.tokenise_triples(rows, model, args)
     assert [len(x) for x in row[:5]] == [8] * 5
     labels = [x.tolist() for x in row[3:5]]

@@ -14,7 +14,7 @@ WORDNET = WordNet(DATA / "wordnet")
     ("synonym", "noun", {"dogs": "hound", "baker": "bread maker", "woman": "lady"}),
     ("synonym", "verb", {"walk": ""}), ("synonym", "adv", {"again": "once more"}),
     ("hypernym", "noun", {"ponies": "horse", "thing": ""}), ("hypernym", "verb", {"leave": "go, move"}),
-    ("antonym", "noun", {"boys": "girl", "male child": "girl"}),               # for all words in a synset
+    ("antonym", "noun", {"boys": "girl", "male child": "girl"}),               # synonyms share antonyms
     ("inflected", "noun", {"dog": "dogs", "children": "child"}),
     ("inflected", "verb", {"took": "take, taken, takes, taking", "stops": "stop, stopped, stopping"}),
     ("inflected", "adj", {"old": "older, oldest", "best": "better, good", "perfect": ""})])

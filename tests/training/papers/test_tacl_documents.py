@@ -58,7 +58,7 @@ def test_pairs_are_cut_at_random_ends():
     pairs = make_pairs(numbered_documents([[9, 14]] * 100), 9, 2)
     for a, b, _ in pairs:
         assert (a, b) == ([*range(a[0], a[0] + 5)], [*range(b[0], b[0] + 4)])
-    assert {(a[0] - 5) % 23 for a, *_ in pairs} >= {0, 1, 2, 3, 4}             # tokens removed in front
+    assert {(a[0] - 5) % 23 for a, *_ in pairs} >= {0, 1, 2, 3, 4}        # 0 to 4 tokens are removed in front
 
 
 @pytest.mark.parametrize("words, wanted", [(6, 4), (40, 16)])

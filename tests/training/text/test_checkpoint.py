@@ -43,7 +43,7 @@ def write_folder(bert, folder, pooling, *more, default=None, **settings):
 def test_saved_settings_are_applied_and_saved_again(folder_of, tmp_path):
     """The folder has a linear head, prompts, lower case, normalisation and a maximum length.
     Prompts that no column uses are saved again, too."""
-    bert, out = folder_of("Bert"), tmp_path / "out"            # one token per character
+    bert, out = folder_of("Bert"), tmp_path / "out"            # its tokenizer has one token per character
     folder = write_folder(bert, tmp_path / "a", dict(pooling_mode="mean"), ("Dense", HEAD, WEIGHTS),
                           ("Normalize", {}, {}), default="topic", max_seq_length=9, do_lower_case=True)
     model = make_encoder(folder, evaluate=True).eval()

@@ -34,7 +34,7 @@ def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels
 
 
 @pytest.mark.parametrize("lines, labels", [
-    (["review,sentiment", "A good film.,good", "So so.,bad"], "bad good"),     # a word, unlike the texts
+    (["review,sentiment", "A good film.,good", "So so.,bad"], "bad good"),     # the header has single words
     (["word,kind", "cat,animal", "oak,plant", "elm,plant", "dog,animal"], "animal plant"),
     (["The text,The label", "A film.,good", "So so.,bad", "Fine.,good", "No.,bad"], "bad good"),
     (["text,stars", "A film.,3", "So so.,1"], "1 3"),

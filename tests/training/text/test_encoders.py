@@ -50,7 +50,7 @@ def test_saved_folders(family, pooling, use, folder_of, tmp_path):
     ours = model.embed_texts(TEXTS)
     save(model, out)
     encoder, found = AutoModel.from_pretrained(out, output_loading_info=True)
-    assert not any(found.values())                             # no missing weights: libraries warn of these
+    assert not any(found.values())                             # libraries would warn of missing weights
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.padding_side == "right"
     z = embed_unbatched(encoder, tokenizer, ["query: " + text for text in TEXTS], pooling)

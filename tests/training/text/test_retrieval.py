@@ -28,8 +28,8 @@ def write(path, rows, header=None):
 
 
 @pytest.mark.parametrize("name, rows, header, columns, order", [
-    ("a.csv", ROWS, ["question", "answer", "wrong_answer"], None, "ABCD"),     # usual names
-    ("a.csv", ROWS, ["frage", "antwort", "falsch"], None, "ABCD"),             # by position: one positive
+    ("a.csv", ROWS, ["question", "answer", "wrong_answer"], None, "ABCD"),     # columns with usual names
+    ("a.csv", ROWS, ["frage", "antwort", "falsch"], None, "ABCD"),             # roles by position
     ("a.csv", [row[::-1] for row in ROWS], ["no", "yes", "text"], ["text", "yes", "no"], "ABCD"),
     ("a.csv", [["1", *row] for row in ROWS], None, ["2", "3", "4"], "ABCD"),
     ("a.csv", [[*row[:2], f"{row[2]} "] for row in ROWS], None, None, "ABCD"),
