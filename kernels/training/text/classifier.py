@@ -103,7 +103,7 @@ def find_columns(path, args):
         args.columns, table.columns = columns if header else None, columns
         table.select_columns(names)
         refuse_identifiers(table, range(len(columns) - 1))
-    roles = [*("text" for _ in columns[1:]), "label"]
+    roles = [*(f"text {name}" for name in columns[:-1]), f"label {columns[-1]}"]
     log("first", show_cells(roles, next(iter(table))[1]) + header_note(table))
     return table
 
