@@ -35,15 +35,15 @@ import kernels
 TAU = 0.05
 LARGE = "16384x16384x768 65536x65536x768"
 SQUARE = f"256x256x768 1024x1024x768 4096x4096x768 {LARGE}"
-DEFAULT_SIZES = {                                              # on a CPU, only sizes with N·M ≤ 2^28
+DEFAULT_SIZES = {                                              # a CPU runs only the sizes with N·M ≤ 2^28
     "nt_xent": f"{SQUARE} 32768x32768x128", "clip_loss": SQUARE, "info_nce": SQUARE, "sigmoid_loss": LARGE,
     "sup_con_loss": LARGE, "queue_loss": "256x65536x128 4096x65536x128",
     "linear_cross_entropy": "8192x128256x4096"}
 OURS = ("auto", "triton", "blockwise")
-# implementation → name of its package on PyPI; "torch" is torch.nn.functional.linear_cross_entropy
+# This maps an implementation to its PyPI package; "torch" is torch.nn.functional.linear_cross_entropy.
 PEERS = {"torch": "torch", "memeff": "memeff", "Inf-CL": "inf-cl", "CCE": "cut-cross-entropy",
          "Liger": "liger-kernel", "siglip-kernel": "siglip-kernel"}
-# printed columns: title, key in the dict of a result, number format
+# Each printed column has a title, a key in the dict of a result, and a number format.
 COLUMNS = (("forward ms", "forward_ms", ".3g"), ("ms", "ms", ".4g"), ("20 %", "ms_20", ".4g"),
            ("80 %", "ms_80", ".4g"), ("MB", "extra_mb", ".4g"), ("error", "error", ".1e"))
 
@@ -62,7 +62,7 @@ def make_inputs(case, device):
     torch.manual_seed(0)
     q = F.normalize(torch.randn(n, d, device=device), dim=1)
     k = F.normalize(torch.randn(m + n if loss == "queue_loss" else m, d, device=device), dim=1)
-    if case["set"] == "trained":  # lse of M random logits − logit of the positive = log 5e-3, so loss ≈ 5e-3
+    if case["set"] == "trained":  # positive's logit = lse of M random logits − log 5e-3, so loss ≈ 5e-3
         cosine = TAU * (math.log(m) + 1 / (2 * d * TAU ** 2) - math.log(5e-3))
         noise = k[-n:] - (k[-n:] * q).sum(1, keepdim=True) * q
         k[-n:] = cosine * q + (1 - cosine ** 2) ** 0.5 * F.normalize(noise, dim=1)
@@ -77,7 +77,7 @@ def our_loss(loss, impl):
         return torch.compile(our_loss(loss, "eager"), dynamic=False)
     if loss == "linear_cross_entropy":
         return lambda q, k, targets: f(q, k, targets, impl=impl)
-    if loss == "queue_loss":  # see make_inputs
+    if loss == "queue_loss":  # k is the queue, followed by the positives
         return lambda q, k, targets: f(q, k[-len(q):], k[:-len(q)], TAU, impl=impl)
     if loss == "nt_xent":
         return lambda q, k, targets: f(q[:len(q) // 2], k[:len(q) // 2], TAU, impl=impl)
@@ -91,8 +91,7 @@ def our_loss(loss, impl):
 
 def peer_loss(loss, impl):
     """Return a function (q, k, targets) → loss of another package. Raise NotImplementedError if it has none.
-    For nt_xent, other packages count the similarity of a row to itself as a negative. So their nt_xent
-    differs slightly from ours, but it needs the same number of dot products."""
+    For nt_xent, other packages also count a row's similarity to itself: a similar loss, as many products."""
     if impl == "siglip-kernel" and loss == "sigmoid_loss":
         from siglip_kernel import fused_siglip_loss
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,7 +146,7 @@ def measure(case, impl, device, repeat):
         q.grad = k.grad = None
         f(q, k, targets).backward()
 
-    forward_backward()  # memory that is allocated only once, such as cuBLAS's workspace, is not counted
+    forward_backward()  # the first run allocates cuBLAS's workspace and the like, which is not counted
     q.grad = k.grad = None
     before = peak_memory_bytes(device, reset=True)
     forward_backward()
@@ -190,7 +189,7 @@ def peak_memory_bytes(device, reset=False):
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        ctypes.CDLL(None).malloc_trim(0)  # give freed memory back to the OS: its reuse would not be measured
+        ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the OS, so that its next use is measured
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
@@ -215,7 +214,7 @@ def run_impl(impl, cases, device, repeat, limit, report):
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=measure_cases, args=(sender, impl, cases, device, repeat))
     process.start()
-    sender.close()  # only the new process can send then, so the pipe closes when that process ends
+    sender.close()  # now only the new process can send, so the pipe closes when that process ends
     try:
         for case in cases:
             if not receiver.poll(limit):
@@ -255,7 +254,7 @@ def run_cases(args, device):
         impls = ["eager", "compile", "auto", "triton", *(x for x in PEERS if PEERS[x] in result)]
     x = torch.empty(0, dtype=getattr(torch, args.dtype), device=device)
     for impl in args.impl or impls:
-        measured = [case for case in cases if args.impl or impl == "eager"     # else measure auto only once
+        measured = [case for case in cases if args.impl or impl == "eager"    # skip if auto selects this impl
                     or impl != kernels.choose_impl("auto", x, *case["size"][:2])]
         run_impl(impl, measured, device, args.repeat, args.limit, report)
     return result
@@ -314,7 +313,7 @@ def cell(row):
 
 
 def markdown(result, sizes):
-    """Return a markdown table of `sizes`, or of the largest size of each loss, with the fastest peer."""
+    """Return a table of `sizes`, or of each loss's largest size; without errors if ours equal eager's."""
     rows = [row for row in name_ours(result["rows"]) if not sizes or row["size"] in sizes]
     cases = {}  # {case: {implementation: row}}
     for row in rows if sizes else largest_cases(rows):
@@ -329,7 +328,8 @@ def markdown(result, sizes):
         errors = (rows.get(name, {}).get("error") for name in ("eager", "ours"))
         lines.append([*texts, *("" if error is None else f"{error:.0e}" for error in errors)])
     titles = ["loss", "N × M × D", "inputs", *names, "best other package", "error of eager", "error of ours"]
-    kept = [i for i in range(len(titles)) if any(line[i] not in ("", "random") for line in lines)]
+    shown = titles[:-2] if all(line[-2] in ("", line[-1]) for line in lines) else titles
+    kept = [i for i in range(len(shown)) if any(line[i] not in ("", "random") for line in lines)]
     table = [titles, ["---"] * len(titles), *lines]
     return "\n".join([caption(result), "", *("| " + " | ".join(x[i] for i in kept) + " |" for x in table)])
 
@@ -355,7 +355,7 @@ def make_parser(device):
     add("--loss", nargs="+", choices=DEFAULT_SIZES, metavar="LOSS", help=", ".join(DEFAULT_SIZES))
     add("--sizes", nargs="+", type=parse_size, metavar="NxMxD", help="for example 4096x4096x128")
     add("--set", nargs="+", choices=("random", "trained"), default=["random"],
-        help="inputs: random unit vectors, or positive pairs as similar as after training; default random")
+        help="inputs: random unit vectors, or pairs so similar that info_nce is 5e-3; default random")
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"),
         default="bfloat16" if device == "cuda" else "float32", help="default on this device: %(default)s")
     add("--impl", nargs="+", choices=("eager", "compile", *OURS, *PEERS), metavar="IMPL",
@@ -383,7 +383,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: run_impl kills its new process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C: run_impl cleans up
     try:
         main()
     except KeyboardInterrupt:
