@@ -19,7 +19,7 @@ docs/more/simclr_v2.py has the other stages of SimCLR v2: fine-tuning and distil
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels
-Image files are decoded when they are needed; views are cropped before they are resized.
+Image files are decoded (large JPEGs smaller) when needed; views are cropped, then resized.
 
 Published test accuracies, with the flags that come closest to each setup; none is published for the defaults:
     CIFAR-10    about 91 % linear           --recipe cifar
@@ -34,7 +34,7 @@ Departures from the released code:
 - The released loss is twice the mean over views; this script's loss is the mean (paper).
 - The released head has batch norms; this script's head has them only with --form code or --head-norm.
 - The released code resizes without antialiasing; this script uses antialiasing, but only for image files.
-- SupCon's code normalises images, and multiplies its loss by τ / 0.07; this script does neither.
+- SupCon's code normalises images, and multiplies its loss by τ / 0.07; new models here do neither.
 - v2 has selective kernels and wider networks; this script has none of these.
 """
 from argparse import BooleanOptionalAction
@@ -69,7 +69,7 @@ RECIPES = {
         warmup_epochs=10, head_layers=3, form="code", colour=0.5, blur=0.0)),
     "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(epochs=800,
         lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code")),
-    "supcon": Recipe("CIFAR-10, SupCon's command; lr and decay fit a loss without τ / 0.07", dict(
+    "supcon": Recipe("CIFAR-10, τ, crop, SGD of SupCon; lr and decay fit a loss without τ / 0.07", dict(
         supervised=True, temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2))}
 
 
@@ -96,7 +96,7 @@ def make_parser():
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
     add("--supervised", action="store_true",
-        help="train with the SupCon loss; --recipe supcon also has the settings of SupCon's CIFAR-10 command")
+        help="train with the SupCon loss; --recipe supcon also has most settings of SupCon's command")
     parser.add_shared_flags("--ring")
     parser.add_recipes(RECIPES)
     add("--optimizer", group="training", choices=("lars", "sgd"), default="lars",

@@ -70,8 +70,8 @@ def make_parser():
         epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
         lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--ignore-equal", action="store_true",
-        help="leave out negatives that mean the same as the anchor: a text means the same as its copies and "
-             "positives, and as the copies and positives of these, and so on; default off (paper)")
+        help="leave out negatives that mean the same as the anchor: within a batch, a text means the same as "
+             "its copies and positives, as the copies and positives of these, and so on; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
         help="weight of the masked-LM loss; 0: off; default 0 (paper; its variant with this loss has 0.1)")
     add("--dropout", type=at_least(0, most=0.999), group="model",

@@ -75,7 +75,7 @@ def make_parser():
         lr=(None, "1e-4 (paper), or 2e-3 for scratch; warm-up for a tenth of the steps, linear decay to 0"),
         eval_every=(10_000, "10000 (released script)"))
     add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
-        help="number of documents held in memory; sentence pairs are shuffled among them; default 10000")
+        help="number of documents whose sentence pairs are shuffled together; default 10000")
     add("--teacher", group="model", reads="model",
         help="teacher model; default --model itself (paper); needs --model's hidden size and vocabulary")
     add("--contrastive-weight", type=at_least(0), default=1.0,
@@ -206,7 +206,7 @@ def tacl_loss(student, teacher, masked, attention_mask=None, temperature=0.01, f
     form               "paper": the denominator excludes padding | "code": it includes padding
     similarity         "cosine" | "dot": dot product, not divided by the temperature (released code)
     returns            scalar, float32 (float64 for float64 input); 0 with gradient 0 if nothing is masked
-    memory             copies of t and of the masked s; impl "auto" stores no (B, L, L) similarities
+    memory             copies of t and of the masked s; "auto" stores similarities only if they are few
     source             Su et al. 2022; the mean instead of the sum is from the released code
     """
     q, k, groups, own = pack_tokens(student, teacher, masked, attention_mask, form, similarity)

@@ -94,7 +94,7 @@ RADIUS_DEFAULTS = dict(code=dict(radius=15.0), paper=dict(relative_radius=0.25),
 
 
 def load_data(path, args):
-    """Return the distinct rows [(place, cells)] of --data, because equal sentences would be each other's
+    """Return the distinct rows [(place, cells)] of --data, because equal rows would be each other's
     neighbours. Set the defaults of flags that were not given."""
     header, table = read_table(path, empty_cell, roles=SENTENCE_COLUMNS, columns=args.columns)
     place, cells = next(iter(table))

@@ -1,4 +1,4 @@
-"""Contrastive losses that need no (N, M) matrix of similarities in memory.
+"""Contrastive losses that need no large (N, M) matrix of similarities in memory.
 
 similarity_lse         log Σ_j exp(q_i·k_j / τ) for every query i: the log-sum-exp (lse) of softmax losses
 similarity_topk        for every query, the n keys with the largest similarity to it
@@ -27,7 +27,7 @@ normalize=True. The argument impl of a function is the implementation:
 "auto"         "eager" for at most 2²⁴ logits N·M on a GPU (4096 × 4096, which takes 200 to 310 MB), and 2¹⁸
                on a CPU; for a larger matrix "triton" on CUDA GPUs (not for float64), else "blockwise"
 
-All functions raise ValueError for an invalid argument; it names the argument, what was found and expected.
+Functions raise ValueError for a wrong tensor, number or option; it names the argument and what is expected.
 """
 import functools
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""The fused operations in plain PyTorch, on any device and also in float64, without an (N, M) matrix.
+"""The fused operations in plain PyTorch, on any device and also in float64, without a large (N, M) matrix.
 
 eager.py stores the logits s = q·kᵀ/τ and their softmax p, both (N, M). This file computes one strip at a
 time: the logits of a few rows. With the upstream gradient g_i = dloss/dlse_i of the log-sum-exp lse_i:
@@ -19,7 +19,7 @@ Gradients use max_i and sum_i, which are both stored, instead of lse_i. Because 
 of |s|, all p_ij of row i would otherwise be wrong by the same factor. When τ is small or rows are equal,
 Σ_j p_ij k_j and the key of the positive would then not cancel in the gradient.
 
-eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs 4, because it computes each strip
+eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs up to 4: it computes strips
 again for the gradients; triangle=True halves the operations. With triangle=False, a loss with only a row
 softmax needs 3 (queue_loss 2): a strip has all logits of its rows, so it serves statistics and gradients.
 """

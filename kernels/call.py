@@ -150,7 +150,7 @@ def as_scalar(x, dtype):
 
 def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, similar=None, offset=0,
                    normalize=False, impl="auto"):
-    """Return log Σ_j exp(q_i·k_j / τ) for each query i; only impl="eager" stores the (N, M) matrix.
+    """Return log Σ_j exp(q_i·k_j / τ) for each query i; only "eager" stores a large (N, M) matrix.
 
     q            (N, D) queries, float64 | float32 | float16 | bfloat16, any strides; Triton takes no float64
     k            (M, D) keys, dtype and device as q; None: the keys are the rows of q; or from ring_rows
@@ -167,23 +167,23 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     normalize    True: first divide the rows of q and k (not of f_q and f_k) by their norms, in float32
                  (float64 for float64 rows). The dtype of the products stays the same. As in F.normalize, a
                  norm below 1e-12 counts as 1e-12: a zero row has cosine 0 with every row, and a gradient of
-                 about 1e12. A norm above 1.8e19 overflows, and the row becomes zero
+                 about 1e12. A float32 norm above 1.8e19 overflows: the row becomes 0
     impl         "auto" (see choose_impl) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64 rows), differentiable with respect to q, k and temperature.
                  A query for which all keys are left out gets -inf, with gradient 0
     raises       RuntimeError, except in "eager", for second derivatives (create_graph=True), and for forward
                  mode and torch.func (also in "eager" if products are in a half type). Except in "eager",
                  torch.compile does not trace this function (graph break)
-    precision    float32 products follow torch.get_float32_matmul_precision(). Half-type products are exact.
-                 Sums are in float32. For logits of any size (in Triton up to 1e9), gradients are as accurate
-                 as in "eager". A NaN query does not reach other queries' gradients. Under torch.autocast,
-                 float32 rows are multiplied in its dtype; gradients are float32
+    precision    float32 products follow torch.get_float32_matmul_precision(). Half-type logits are exact; in
+                 backward, GPUs round weights to the half type. Sums are in float32 (float64). For logits of
+                 any size (in Triton up to 1e9), gradients are as accurate as in "eager". A NaN query does not
+                 reach other queries' gradients if k is given. Under torch.autocast, float32 rows are
+                 multiplied in its dtype; gradients are float32
     memory       inputs, gradients, at most a float32 copy of each of these, and buffers. In Triton, buffers
                  take 160 MiB, or 544 MiB if a loss computes its gradient in forward (less if you lower
                  WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.gpu.heuristics). In "blockwise", float32
                  buffers take up to 144 MiB (with similar 224), or 288 (448) rows of logits if this is more.
-                 "eager" stores O(N·M): 3 to 5 matrices of logits, 200 to 310 MB for 4096 × 4096
-                 (float32 logits; similar= adds some)
+                 "eager" stores O(N·M): 3 to 5 matrices of logits, or 200 to 310 MB for 4096 × 4096 in float32
     source       van den Oord et al. 2018, eq. 4
     """
     keys = q if k is None else k
@@ -198,7 +198,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
 @torch.no_grad()
 def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=0, normalize=False,
                     impl="auto"):
-    """Return the n keys with the largest q_i·k_j for each query i; only "eager" stores the (N, M) matrix.
+    """Return the n keys with the largest q_i·k_j for each query i; only "eager" stores a large (N, M) matrix.
 
     q, k         as in similarity_lse; with k=None each row is also compared with itself, unless excluded
     n            1 ≤ n ≤ M; the Triton kernel has 64 slots per row: for a larger n, "triton" runs "blockwise"

@@ -40,9 +40,9 @@ def embed_in_chunks(embed, chunks, module):
              statistics of one chunk at a time, like a GPU without synchronised batch norm, and updates its
              running statistics once per chunk
     returns  (Σ n, D) embeddings of all chunks
-    raises   RuntimeError in backward if a parameter or the training mode of the module has changed, or a
-             chunk (also inside tuples, lists, mappings and dataclasses); for second derivatives
-             (create_graph=True); and for torch.autograd.grad, which does not fill .grad
+    raises   with two or more chunks, RuntimeError in backward if a parameter (not by .data), the module's own
+             training mode or a chunk has changed (also inside tuples, lists, mappings and dataclasses); for
+             second derivatives (create_graph=True); and for torch.autograd.grad, which does not fill .grad
     source   Gao et al. 2021, section 3.2
     """
     if isinstance(chunks, (torch.Tensor, str)) or hasattr(chunks, "shape") or not hasattr(chunks, "__iter__"):

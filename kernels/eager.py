@@ -10,7 +10,7 @@ from .masks import excluded, own_columns, positive_columns
 
 
 class Product(torch.autograd.Function):
-    """a·b for rows that are rounded to a half type. Products are exact, and sums and the result are float32.
+    """a·b for rows that are rounded to a half type. Forward products are exact; sums and result are float32.
 
     PyTorch's a @ b would round the result to the half type, and has no derivative with out_dtype=float32.
     """

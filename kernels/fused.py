@@ -169,7 +169,7 @@ def sigmoid_loss(call, bias):
 
 @without_compile
 def sup_con_loss(call, views, labels, offset):
-    """Return the value of eager.sup_con_loss, without storing a matrix of all pairs of views.
+    """Return the value of eager.sup_con_loss, without storing a large matrix of pairs of views.
 
     A view with one positive p has the loss softplus(lse − s_p), as in other losses: lse sums over negatives
     only. A view with several positives has the loss lse − (mean of s_p): lse sums over all other views.

@@ -11,7 +11,7 @@ The sum of the parameters' gradients over all ranks is then the gradient of L. T
     dL/dz_r = ∂L_r/∂z_r + Σ_s (∂L_s/∂K)[rows of r]        (sum over all ranks s)
 
 Autograd computes the first term. The second is a reduce-scatter of the (M, D) gradients of K. Each rank
-stores K and its gradient, O(M·D), but the fused losses never store the (N, M) similarities.
+stores K and its gradient, O(M·D), but the fused losses store no large (N, M) matrix.
 """
 from numbers import Integral
 

@@ -190,7 +190,7 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
 
 
 def check_labels(z, labels, all_z, all_labels, offset):
-    """Raise ValueError if a view has no positive, or this rank's rows and labels do not fit all ranks'."""
+    """Raise ValueError if no view has a positive, or this rank's rows and labels do not fit all ranks'."""
     checks.check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
         "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
     if (labels is None) != (all_labels is None):
@@ -205,7 +205,7 @@ def check_labels(z, labels, all_z, all_labels, offset):
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
-    """Return the mean cross entropy of the logits hidden·weightᵀ/τ; only impl="eager" stores the logits.
+    """Return the mean cross entropy of the logits hidden·weightᵀ/τ; only "eager" stores many of them.
 
     Rows are never normalised, because the products are the logits of a linear layer, not cosines.
 

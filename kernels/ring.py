@@ -54,7 +54,7 @@ def ring_rows(x, rows, *, group=None):
 
     Pass it to a loss in place of gather_rows(x, rows): as the keys of similarity_lse, info_nce and
     sigmoid_loss, or in the argument `gathered` of info_nce, clip_loss and nt_xent. The loss and its gradients
-    are those with gather_rows, up to rounding. impl="eager" and similar= raise; "auto" is never "eager".
+    are those with gather_rows, up to rounding. impl="eager" and similar= then raise; "auto" is not "eager".
 
     x, rows, group  as in gather_rows; x is (n, ..., D), with gradient on all ranks or on none (not checked)
     returns  RingRows of shape (rows, ..., D), on which [own_rows(rows, group=group)] gives x. As with

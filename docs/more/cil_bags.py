@@ -21,7 +21,7 @@ WORD = re.compile(r"\w\w+")                                    # a word that an 
 
 
 def load_sentences(path):
-    """Read JSON lines, plain or .gz. Return (lines as dicts, ["NA", names of the other relations])."""
+    """Read JSON lines. Return (lines as dicts, ["NA", names of the other relations])."""
     rows = []
     for place, row in read_jsonl(Path(path)):
         error = str(row) if isinstance(row, RowError) else line_error(row)

@@ -25,7 +25,7 @@ and each anchor lies within one cell. --form code also follows the released code
     MLM    anchor embeddings come from masked text; the MLM decoder shares the encoder's word embeddings
 Departures from the released code:
 - The released code divides contrastive gradients by the number of GPUs; this script does not.
-- The released code drops the last batch of an epoch if the batch is not full; this script uses the batch.
+- The released code drops the last batch of an epoch if the batch is not full; this one uses it.
 """
 import os
 import random

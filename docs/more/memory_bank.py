@@ -13,7 +13,7 @@ scaled to length 1.
     python docs/more/memory_bank.py --data imagenet/train --dev imagenet/val --out out/bank
     python docs/more/memory_bank.py --model resnet-18 --data cifar-10-batches-py --out out/bank-cifar
 
-Data: as for moco.py. Augmentation, batch norms, learning rate and linear probe are those of moco.py --v1.
+Data: as for moco.py. Batch norms, lr, linear probe and (from 33 pixels) views are those of moco.py --v1.
 Published: 58.5 % linear on ImageNet, for a later model of the authors (closest: --queue-size 65536).
 
 Departures from the paper and its released code: the loss is a softmax (as in the later model), not

@@ -6,7 +6,7 @@ gradient instead of fused_forward_backward if the latter would need several stri
 MIN_FUSED_ROWS rows.
 
                                   small D                           large D
-    row softmax loss              lse_forward, gradient_small_d     fused_forward_backward
+    row softmax loss (gradient)   lse_forward, gradient_small_d     fused_forward_backward
     row and column softmax, or    lse_forward, gradient_small_d     lse_forward, gradient
         self-similarity
     similarity_lse                lse_forward, gradient_small_d     lse_forward, gradient

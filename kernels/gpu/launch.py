@@ -1,7 +1,7 @@
 """Code on the host (CPU) for all kernels: tile sizes, aligned copies of q and k, arguments and launches.
 
 Kernels read q and k through pointers with row strides. If N·M·D exceeds MAX_POINTER_WORK and the GPU has a
-tensor memory accelerator (sm_90 or later), kernels read q and k through tensor descriptors instead.
+tensor memory accelerator (sm_90 or later), kernels that multiply rows use tensor descriptors instead.
 """
 import functools
 import os

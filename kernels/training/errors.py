@@ -87,8 +87,8 @@ def signals_handled_by(handler):
 def command(main):
     """Decorator: turn a script's function main into a shell command.
 
-    A UserError or a failure of the machine becomes one line on stderr and exit code 2; a signal becomes one
-    line on stdout and exit code 130. Any other exception is a bug and keeps its traceback.
+    A UserError or a failure of the machine becomes one line on stderr and exit code 2; a signal becomes a
+    message on stdout and exit code 130. Any other exception is a bug and keeps its traceback.
     """
     script = Path(inspect.getfile(main)).name
 

@@ -67,7 +67,7 @@ SHARED_FLAGS = {
                                    help="w, added to the logits of an anchor's own hard negatives"),
     "--batch-size": dict(group="training", type=at_least(1, int), help="rows per step, summed over all GPUs"),
     "--chunk-size": dict(group="training", type=at_least(1, int),
-                         help="encode this many rows at a time to save memory (GradCache); gradients are "
+                         help="encode at most this many texts or images at a time (GradCache); gradients are "
                               "those of the full batch, except for batch norms; default the whole batch"),
     "--ring": dict(group="training", action="store_true",
                    help="for huge batches: pass embeddings from GPU to GPU, so that none stores all of them"),
@@ -104,7 +104,7 @@ SHARED_FLAGS = {
                               "always: also after training; running: until training ends; never: do not "
                               "write it; default running"),
 }
-# Values of --model that make a new model with random weights. A folder with such a name is never read.
+# Values of --model that make a new model with random weights, even if a folder has such a name.
 NEW_MODELS = "scratch", *(f"resnet-{size}" for size in ("small", 18, 34, 50, 101, 152))
 METAVARS = {"int": "N", "float": "X"}                          # {type of a value: its placeholder in --help}
 
@@ -134,7 +134,7 @@ class ScriptParser(argparse.ArgumentParser):
 
         group   section of --help: one of GROUPS
         reads   kind of input that the flag names: "training data", "held-out data", or another word such as
-                "model". --resume checks that no input has changed
+                "model". --resume checks that it has not changed
         """
         if "action" not in settings and not settings.keys() & {"choices", "metavar"}:
             kind = getattr(settings.get("type"), "__name__", None)

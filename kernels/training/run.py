@@ -85,7 +85,7 @@ class Run:
         then     what follows the training steps, for the printed line, such as ", then a linear probe"
         """
         self.model, self.optimizer, self.total, args = model, optimizer, total, self.args
-        if "eval_every" not in args.given:                     # evaluate at least four times
+        if "eval_every" not in args.given:                     # evaluate at least four times, if possible
             args.eval_every = max(1, min(args.eval_every, total // 4))
         ranks.check_agreement({name: value for name, value in self.settings().items() if name != "data"})
         impl = choose_impl(self.impl, torch.empty(0, device=self.device))      # the choice for a large batch

@@ -130,7 +130,7 @@ class ImageFiles(ImageSource):
         """Do nothing: files are decoded on the CPU."""
 
     def skip_damaged(self):
-        """Decode all files once, remove the damaged ones, and print their names."""
+        """Decode all files once, remove the damaged ones, and print up to 100 names."""
         paths = ((self.path(row),) for row in range(len(self)))
         found = progress(parallel_map(find_damage, paths, self.workers), "checking images", total=len(self))
         damaged = {row: reason for row, reason in enumerate(found) if reason}

@@ -152,7 +152,7 @@ class SentenceEncoder(torch.nn.Module):
 
 def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, columns=1, flag="--model",
                   texts=None):
-    """Load --model as a SentenceEncoder. --pooling, --head, --prompt, --max-length override saved settings.
+    """Load --model as a SentenceEncoder. --pooling, --head, --prompt override saved settings.
 
     pooling         default of --pooling for models without saved settings; decoders default to "last" instead
     head            default of --head for models with cls pooling and without a saved head: "keep" or
@@ -198,13 +198,13 @@ def choose_pooling(encoder, saved, args, default):
 def set_head(model, saved, args, default_use):
     """Give a SentenceEncoder the head that --head describes. Without --head, it gets the saved head if its
     pooling is the saved pooling. If there is no such head, a model with cls pooling gets a new head, unless
-    default_use is None. A new head is only for training: --evaluate makes none.
+    default_use is None. --evaluate makes no new head.
 
     default_use     "keep" or "train-only": use of a new head if --head does not say it. None: no new head
     """
     asked, evaluating = {*(getattr(args, "head", None) or [])}, getattr(args, "evaluate", False)
     if {"keep", "train-only"} <= asked or {"new", "pooler"} <= asked:
-        fail(f"--head {' '.join(args.head)}: expected one of keep and train-only, and one of new and pooler")
+        fail(f"--head {' '.join(args.head)}: expected at most one of keep, train-only and one of new, pooler")
     saved_head, use = None, None
     if saved.pooling == model.pooling and not asked & {"new", "pooler"}:
         saved_head = saved.head
@@ -234,8 +234,8 @@ def set_prompts_and_length(model, args, columns):
     if getattr(args, "evaluate", False):                       # --evaluate does not truncate to --max-length
         return
     if len(prompts) not in (0, 1, min(2, columns), columns):
-        fail(f"--prompt: found {len(prompts)} texts for {columns} columns, expected 1 for all, 2 for "
-             "anchors and all others, or 1 for each")
+        wanted = "1 for all, 2 for anchors and all others, or 1 for each" if columns > 1 else "1"
+        fail(f"--prompt: found {len(prompts)} texts, expected {wanted} (texts in a row: {columns})")
     longest = longest_input(model.encoder, model.tokenizer)
     if args.max_length > longest:
         fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")

@@ -24,7 +24,7 @@ SHOWN = {"spearman": "Spearman", "mrr@10": "MRR@10", "accuracy@1": "accuracy@1",
 def load_held_out(path, columns=None):
     """Read a file of --dev or --test: scored pairs [(sentence1, sentence2, score)], or a Retrieval. All pairs
     form one list (STS setting "all"). `columns` are those of --dev-columns, or None: the header decides.
-    If columns are chosen, or there is no header, three columns are scored pairs if one of them has scores."""
+    Without a header, the first or the third of three columns may have scores; of `columns`, the third."""
     header, table = read_table(path, columns=columns, names=SCORED_PAIR, join=True, flag="--dev-columns")
     by_column, names = [*zip(*(cells for _, cells in table))], []
     if header and not columns:

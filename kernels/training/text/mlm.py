@@ -40,7 +40,7 @@ def encoder_and_mlm_states(lm, encoder, ids, mask, chosen):
 
 
 def decoder_loss(hidden, decoder, targets, *, impl="auto"):
-    """Return the mean cross entropy of a decoder, without storing its (N, V) logits. Return 0 if N is 0.
+    """Return the mean cross entropy of a decoder, without storing many (N, V) logits. Return 0 if N is 0.
 
     hidden      (N, H) states that the decoder reads
     decoder     torch.nn.Linear with V output features

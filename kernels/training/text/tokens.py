@@ -11,12 +11,12 @@ from ..out import writing
 # estimated fixed cost of a group (kernel launches, a pass over all gradients), measured in tokens
 GROUP_COST = {"cpu": 100, "cuda": 8192}
 NO_LIMIT = 2**31 - 1                           # a maximum length that means no truncation
-MAX_CHARS = 2**21                              # per tokenizer call, which needs about 100 bytes per character
+MAX_CHARS = 2**21                              # per tokenizer call, which needs 30 to 120 bytes per character
 
 
 def text_batches(texts):
     """Divide texts, in order, into lists for one tokenizer call each. A list of two or more texts has at most
-    MAX_CHARS characters: a call with a million sentences would need tens of gigabytes."""
+    MAX_CHARS characters: a call with a million long sentences would need 4 to 14 GB."""
     part, size = [], 0
     for text in texts:
         if part and size + len(text) > MAX_CHARS:

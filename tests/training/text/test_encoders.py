@@ -69,7 +69,7 @@ def test_saved_folders(family, pooling, use, folder_of, tmp_path):
 
 @pytest.mark.parametrize("family, flags, wanted", [
     ("Qwen2", ["--pooling", "cls"], "--pooling cls: .* is a decoder, whose first token does not see .*"),
-    ("Bert", ["--prompt", *"abcd"], "--prompt: found 4 texts for 2 columns, expected 1 for .*"),
+    ("Bert", ["--prompt", *"abcd"], "--prompt: found 4 texts, expected 1 for .*"),
     ("Roberta", ["--max-length", "130"], "--max-length 130: .* reads at most 129 tokens"),
     ("Llama", ["--max-length", "131"], "--max-length 131: .* reads at most 130 tokens")])
 def test_flags_that_do_not_fit_the_model(family, flags, wanted, folder_of, cwd, capfd):
