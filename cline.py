@@ -311,7 +311,7 @@ def evaluate_and_save(model, held_out, run, args):
 def run_evaluation(model, tokens, args):
     """--evaluate: score all triples of --data, without RTD, because its head is not saved with a model."""
     if not tokens:
-        fail(f"{args.data}: no row has a replaced word in both copies; expected at least one")
+        fail(f"{args.data}: no row has a replaced word both in the synonym copy and in the antonym copy")
     scores = evaluate_triples(model, tokens, args)
     text = "hits {hits:.2f} %, margin {margin:.3f}, CTS {cts:.4f}".format(**scores)
     log("test", f"{text}, {len(tokens):,} triples of {args.data}")
@@ -324,7 +324,7 @@ def split_held_out(tokens, args):
     """Return (training rows, held-out rows); the held-out rows are the last ones."""
     count = min(1000, len(tokens) // 20) if args.held_out_rows is None else args.held_out_rows
     if len(tokens) - count < args.batch_size:
-        fail(f"{args.data}: {len(tokens)} rows have a replaced word in both copies, expected at least "
+        fail(f"{args.data}: {len(tokens)} rows have replaced words in both copies, expected at least "
              f"--batch-size + --held-out-rows, which are {args.batch_size} + {count}")
     return tokens[: len(tokens) - count], tokens[len(tokens) - count :]
 

@@ -195,7 +195,7 @@ def main(argv=None):
     log_equal_texts(tokens, args)
     evaluator.evaluate_before(model, run)
     model.train()
-    for step, picked in run.steps(total, len(tokens)):      # picked holds the row numbers of the global batch
+    for step, picked in run.steps(total, len(tokens)):     # picked holds the row numbers of the global batch
         set_lr(optimizer, warmup_linear(step - 1, total, 0, args.lr))
         batch = model.batch(*tokens.views(picked[own_rows(len(picked))], args.count))
         ids = text_ids(tokens, picked, run.device) if args.ignore_equal else None

@@ -360,8 +360,8 @@ def make_parser(device):
         default="bfloat16" if device == "cuda" else "float32", help="default on this device: %(default)s")
     add("--impl", nargs="+", choices=("eager", "compile", *OURS, *PEERS), metavar="IMPL",
         help=f"eager (plain PyTorch), compile (eager with torch.compile), {', '.join(OURS)}, or a package: "
-             f"{', '.join(PEERS)}. Default: eager, auto, and triton or blockwise where auto is eager; on a "
-             "GPU also compile and installed packages")
+             f"{', '.join(PEERS)}. Default: eager, auto and, for sizes that auto computes by eager, triton "
+             "(GPU) or blockwise (CPU); on a GPU also compile and installed packages")
     add("--repeat", type=int, default=20, help="timed runs, or fewer if they take more than 10 s; default 20")
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")

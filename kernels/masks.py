@@ -22,7 +22,7 @@ class Mask(NamedTuple):
     offset                       row i belongs to column i + offset; transposed() changes the sign of offset
     """
     exclude: str = "none"
-    row_ids: Tensor | None = None       # KernelMask in gpu/launch.py starts with the fields from here on
+    row_ids: Tensor | None = None       # this field and all below are also the first fields of KernelMask
     column_ids: Tensor | None = None
     row_groups: Tensor | None = None
     column_groups: Tensor | None = None

@@ -142,7 +142,7 @@ def similarity_lse(call, targets=None):
 
 
 def softmax_loss(call, both=False):
-    """Return the mean over rows of softplus(lse_i − q_i·k_p/τ). The positive p of row i is an own key."""
+    """Return the mean over rows of softplus(lse_i − q_i·k_p/τ). Row i's positive p is a key of this rank."""
     return similarity_lse(call, own_positives(call))
 
 
@@ -175,7 +175,7 @@ def lse_backward(call, grad, targets, dloss_dlse, stats, *rest):
 
 @without_compile
 def sigmoid_loss(call, bias):
-    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives, which are own keys, else +."""
+    """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives (keys of this rank), else +."""
     own_positives(call)                  # this raises ValueError if the positives are not this process's keys
     def forward(call):
         losses = (block.compute.sigmoid_loss(block, bias, [False] * 4)[0] for _, block in blocks(call))
@@ -195,6 +195,6 @@ def own_positives(call):
     """Return the positive of each query among this process's keys (N,); raise ValueError if it has others."""
     first = call.ring.shares[call.ring.rank].start
     if len(call.q) != len(call.k) or call.mask.offset != first:
-        raise ValueError(f"offset: found {call.mask.offset} with {len(call.q)} rows of queries, expected "
-                         f"{first} with {len(call.k)}: the positives must be the rows given to ring_rows")
+        raise ValueError(f"offset: found {call.mask.offset} for {len(call.q)} queries, expected {first} for "
+                         f"{len(call.k)} queries: the positives must be the rows given to ring_rows")
     return positive_columns(call.mask._replace(offset=0), len(call.q), len(call.k), call.q.device)

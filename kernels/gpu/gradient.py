@@ -14,8 +14,8 @@ takes 6 N·M·D operations (3 N²D with self-similarity); 2 N·M·D of them comp
 
 If the loss also has a column softmax p' with derivatives g'_j, one dot product gives both terms of
 W_ij = g_i p_ij + g'_j p'_ij. With self-similarity (rows z), dz = (1/τ) W z, where W_ij = g_i p_ij + g_j p_ji.
-If column j is the positive of row i, the mask excludes it, and W_ij = 0. The positive has the coefficient
-−g_i instead (with a column softmax −g_i − g'_j). Its term is added at the end, in float32.
+If column j is the positive of row i, the mask excludes it, and W_ij = 0. The positive's term has the weight
+−g_i, or with a column softmax −(g_i + g'_j). This term is added at the end, in float32.
 
 In a half type, W must not overflow, and small weights should not underflow. Therefore g does not contain
 constants such as 1/N; the gradients are multiplied by these at the end. As |g| ≤ 1, W can be stored times

@@ -107,7 +107,7 @@ def queue_loss(call, queue, needs):
         return queue_loss_of_lse(call, queue, needs)
     given = call.rounded
     padded, features = aligned(given._replace(k=queue)), max(16, power_of_2(call.q.shape[1]))
-    columns, warps = (128, 4) if features <= 128 else (32, 8)      # with a large D, o takes more registers
+    columns, warps = (128, 4) if features <= 128 else (32, 8)      # for a large D, o needs more registers
     config = tile_config(padded.q, call.mask) | dict(
         BLOCK_N=64, BLOCK_M=columns, BLOCK_D=features, num_warps=warps, num_stages=2)
     operands, rest = kernel_args(padded, config)

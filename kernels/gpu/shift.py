@@ -146,7 +146,7 @@ class Sides(NamedTuple):
 
     @property
     def are_two(self):
-        """Whether the loss has both softmaxes."""
+        """Whether the loss has a row softmax and a column softmax."""
         return self.rows.factor is not None and self.columns.factor is not None
 
     def swapped(self):

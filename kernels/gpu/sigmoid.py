@@ -63,7 +63,7 @@ def sigmoid_kernel(W, TILE_SUMS, POSITIVE, BIAS, bias, first_x, first_y, tiles_x
 @kernel
 def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE, tiles, N, factor,
                           BLOCK: tl.constexpr):
-    """Write σ(−s⁺_i) to COEFFICIENTS, the loss to LOSS and db to BIAS_GRADIENT; factor multiplies both.
+    """Write σ(−s⁺_i) to COEFFICIENTS, factor · loss to LOSS and factor · db to BIAS_GRADIENT.
     One program adds the sums of all tiles and the terms of all positives, in float64."""
     loss, gradient = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for first in range(0, tiles, BLOCK):

@@ -263,7 +263,7 @@ def softplus_sum(x):
     root = tl.rsqrt(1 + u)                                 # this gives root² = 1 / (1 + u) without a division
     sigma, v = root * root, u
     sigma = tl.where(x > 0, sigma, sigma * u)
-    for _ in tl.static_range(3):   # each pair (v, other) becomes (1 + v)(1 + other) − 1; 1 + v is not rounded
+    for _ in tl.static_range(3):   # replace pairs by v + other + v·other = (1 + v)(1 + other) − 1
         v = tl.permute(tl.reshape(v, (v.shape[0], 2, v.shape[1] // 2)), (0, 2, 1))
         v, other = tl.split(v)
         v = tl.fma(v, other, v + other)

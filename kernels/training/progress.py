@@ -49,7 +49,7 @@ class Clock:
         return max(1e-9, (self.seconds() - self.paused_seconds) / (step - self.first_step))
 
     def seconds_left(self, step, total):
-        """Return the expected seconds until the end of the run, from the mean speed so far with pauses."""
+        """Return the expected seconds until the end of the run, from the mean speed so far (pauses count)."""
         return self.seconds() * (total - step) / (step - self.first_step)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..errors import fail
 
-# Function words that WordNet also lists as nouns, verbs, adjectives or adverbs ("he" for helium). They are
-# not replaced with --tagger lexicon, which looks up parts of speech in WordNet.
+# Function words that WordNet also lists as nouns, verbs, adjectives or adverbs ("he" for helium). --tagger
+# lexicon, which looks up parts of speech in WordNet, keeps these words as they are.
 FUNCTION_WORDS = frozenset("""a about above across after all along am an another any are around as at be been
 before behind being below beneath beside besides between beyond both but by can despite did do does doing done
 down each eight either eleven every except few five four had has have having he here hundred i in inside is it

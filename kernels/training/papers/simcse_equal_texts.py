@@ -49,4 +49,4 @@ def log_equal_texts(tokens, args):
         names = ("anchors", "positives") if tokens.columns > 1 else ("sentences",)
         use = "leaves" if args.ignore_equal else "would leave"
         log("equal", f"{100 * share:.0f} % of the {names[column]} occur more than once; --ignore-equal {use} "
-                     "texts that mean the same as the anchor out of the negatives")
+                     "out negatives that mean the same as the anchor")

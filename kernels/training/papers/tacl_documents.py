@@ -145,8 +145,8 @@ def stream_pairs(count, position, model, args):
     """Yield (pair, position after the pair) endlessly, starting at `position`.
 
     Documents are read in file order, over and over, in buffers of --shuffle-buffer documents. The pairs of
-    a buffer are shuffled. They depend only on the seed and on the number and first byte of the buffer. While
-    one buffer is used, a thread prepares the next.
+    a buffer are shuffled. They depend only on the seed, on the number of the buffer and on where it starts
+    in the file. While one buffer is used, a thread prepares the next.
 
     count      number of documents in the file
     position   [offset of a buffer's first byte, number of the buffer, number of its pairs already used]

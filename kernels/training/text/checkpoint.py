@@ -83,7 +83,7 @@ def read_modules(name, modules):
     saved.all_prompts = prompts = config.get("prompts") or {}
     saved.default_prompt = prompts.get(config.get("default_prompt_name"), "")
     anchor = prompts.get("query", saved.default_prompt)
-    rest = "" if "query" in prompts else anchor                # as encode_document of sentence-transformers
+    rest = "" if "query" in prompts else anchor                # encode_document does the same
     others = next((prompts[kind] for kind in ("document", "passage", "corpus") if kind in prompts), rest)
     saved.prompts = (anchor,) if others == anchor else (anchor, others)
     return saved
@@ -106,7 +106,7 @@ def read_layer_pooling(name, path, first_layer):
     for pooling, layers in AVERAGED_LAYERS.items():
         if first_layer == 0 and torch.equal(weights, layer_weights(layers, len(weights))):
             return pooling
-    raise ValueError(f"{path}: expected the layer_weights of {' or '.join(AVERAGED_LAYERS)}")
+    raise ValueError(f"{path}: expected the layer weights of the pooling {' or '.join(AVERAGED_LAYERS)}")
 
 
 def layer_weights(layers, count):
