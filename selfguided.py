@@ -130,7 +130,7 @@ def build_model(args, run):
     embeddings = getattr(encoder, "embeddings", encoder.get_input_embeddings()).requires_grad_(False)
     not_copied = {id(table): table for table in embeddings.parameters()}   # T and F share the embeddings
     fixed = copy.deepcopy(encoder, not_copied).requires_grad_(False).train(args.form == "code")
-    log("model", f"{describe_model(model, args)}; {len(model.layers)} layers, {args.view_pooling} over tokens")
+    log("model", f"{describe_model(model, args)}; {len(model.layers)} layers, {args.view_pooling} of tokens")
     return model, fixed
 
 
