@@ -55,7 +55,7 @@ def test_ignore_equal(columns, tmp_path, bert):
     assert result.losses == [pytest.approx(F.cross_entropy(logits, torch.arange(12)).item(), abs=1e-4)]
     assert result.said["first"].startswith(f'anchor "{texts[0][:37]}')
     share = "50 % of the sentences" if columns == 1 else "67 % of the positives"
-    assert result.said["equal"].startswith(f"{share} occur more than once; --ignore-equal leaves texts")
+    assert result.said["equal"].startswith(f"{share} occur more than once; --ignore-equal leaves out")
 
 
 @pytest.mark.parametrize("columns, is_kept", [(1, False), (2, True), (3, True)])
