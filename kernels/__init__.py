@@ -9,12 +9,12 @@ queue_loss             MoCo's loss: one positive per query; the negatives are a 
 sigmoid_loss           SigLIP's loss: classifies each pair on its own as match or no match
 sup_con_loss           SupCon's loss: the positives of a view are all other views with the same label
 triplet_loss           FaceNet's loss: the positive must be nearer than the negative, by at least a margin
-margin_loss            Hadsell's loss: pairs of one class become close, other pairs at least a margin apart
+margin_loss            Hadsell's loss: pulls pairs of a class together, pushes others at least a margin apart
 linear_cross_entropy   cross entropy of the logits hidden·weightᵀ, for a linear layer over a large vocabulary
 embed_in_chunks        embeddings of a batch whose activations do not fit into memory, with exact gradients
 gather_rows            all rows of a batch that is split over several processes, with exact gradients
-ring_rows              the same for huge batches: a loss gets these rows one block after the other
-own_rows               the rows of one process, as a slice, if a batch is split over several processes
+ring_rows              like gather_rows for huge batches: a loss gets the rows block by block, not all at once
+own_rows               the slice of the batch that belongs to one process, if several processes share a batch
 check_rows             raise ValueError if tensors do not have the expected dtypes, shapes and device
 choose_impl            the implementation that impl="auto" selects for a tensor
 
@@ -24,10 +24,10 @@ normalize=True. The argument impl of a function is the implementation:
 "triton"       fused Triton kernels, on CUDA GPUs
 "blockwise"    plain PyTorch that computes a few rows of the matrix at a time; any device, also float64
 "eager"        the textbook formula, which stores the (N, M) matrix; tests and benchmarks compare with it
-"auto"         "eager" for at most 2²⁴ logits N·M on a GPU (4096 × 4096, which takes 200 to 310 MB), and 2¹⁸
-               on a CPU; for a larger matrix "triton" on CUDA GPUs (not for float64), else "blockwise"
+"auto"         "eager" if N·M is at most 2²⁴ on a GPU (4096 × 4096 logits take 200 to 310 MB) or 2¹⁸ on a CPU.
+               If N·M is larger: "triton" on a CUDA GPU, except for float64; in other cases "blockwise"
 
-Functions raise ValueError for a wrong tensor, number or option; it names the argument and what is expected.
+A wrong tensor, number or option raises ValueError, whose message names the argument and what is expected.
 """
 import functools
 import importlib.metadata
@@ -71,7 +71,7 @@ def __getattr__(name):
 
 @functools.cache
 def load_installed():
-    """Import Hugging Face's `kernels` with our modules out of sys.modules: both have a benchmark.py."""
+    """Import Hugging Face's `kernels`. Meanwhile sys.modules lacks our modules: both have a benchmark.py."""
     spec = importlib.util.spec_from_file_location(__name__, Path(__path__[1], "__init__.py"))
     ours = {name: sys.modules.pop(name) for name in OURS if name in sys.modules}
     sys.modules[__name__] = package = importlib.util.module_from_spec(spec)

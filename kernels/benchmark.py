@@ -11,8 +11,8 @@ ms            median time of a forward and a backward pass together; 20 %, 80 %:
 MB            peak memory of both passes, in 2^20 bytes, with the gradients but without the inputs
 error         relative error |g - g64| / |g64| of the gradient g of q; g64 is this gradient in float64
 
-On a GPU, the L2 cache is flushed before each timed run. One process per implementation measures all cases,
-from small to large. If it crashes, or a case takes longer than --limit, its remaining cases are not measured.
+On a GPU, the L2 cache is flushed before each timed run. Each implementation has one process for all cases,
+from small to large. If this process crashes or a case takes longer than --limit, later cases are skipped.
 """
 import argparse
 import contextlib
@@ -90,8 +90,8 @@ def our_loss(loss, impl):
 
 
 def peer_loss(loss, impl):
-    """Return a function (q, k, targets) → loss of another package. Raise NotImplementedError if it has none.
-    For nt_xent, other packages also count a row's similarity to itself: a similar loss, as many products."""
+    """Return another package's loss (q, k, targets) → scalar; raise NotImplementedError if it has none.
+    For nt_xent, other packages include j = i in the sum: another loss, but with equally many products."""
     if impl == "siglip-kernel" and loss == "sigmoid_loss":
         from siglip_kernel import fused_siglip_loss
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,7 +162,7 @@ def measure(case, impl, device, repeat):
 
 
 def time_ms(step, device, repeat):
-    """Return the median, 20th and 80th percentile of `repeat` times of step() in ms, or of fewer in 10 s."""
+    """Return the median, 20th and 80th percentile of step()'s time in ms: `repeat` runs, fewer after 10 s."""
     step()
     times = []
     flush = torch.empty(2 ** 28, dtype=torch.uint8, device=device) if device == "cuda" else None
@@ -218,12 +218,12 @@ def run_impl(impl, cases, device, repeat, limit, report):
     try:
         for case in cases:
             if not receiver.poll(limit):
-                report({**case, "impl": impl, "failed": f"takes over {limit} s; the rest is not measured"})
+                report({**case, "impl": impl, "failed": f"more than {limit} s; later cases are skipped"})
                 break
             report({**case, "impl": impl, **receiver.recv()})
     except EOFError:
         process.join()
-        report({**case, "impl": impl, "failed": f"exit code {process.exitcode}; the rest is not measured"})
+        report({**case, "impl": impl, "failed": f"exit code {process.exitcode}; later cases are skipped"})
     finally:
         process.kill()
         process.join()
@@ -313,7 +313,7 @@ def cell(row):
 
 
 def markdown(result, sizes):
-    """Return a table of `sizes`, or of each loss's largest size; without errors if ours equal eager's."""
+    """Return a table of `sizes`, or of each loss's largest size. Omit errors if ours equal those of eager."""
     rows = [row for row in name_ours(result["rows"]) if not sizes or row["size"] in sizes]
     cases = {}  # {case: {implementation: row}}
     for row in rows if sizes else largest_cases(rows):
@@ -353,20 +353,20 @@ def make_parser(device):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--loss", nargs="+", choices=DEFAULT_SIZES, metavar="LOSS", help=", ".join(DEFAULT_SIZES))
-    add("--sizes", nargs="+", type=parse_size, metavar="NxMxD", help="for example 4096x4096x128")
+    add("--sizes", nargs="+", type=parse_size, metavar="NxMxD", help="sizes, for example 4096x4096x128")
     add("--set", nargs="+", choices=("random", "trained"), default=["random"],
-        help="inputs: random unit vectors, or pairs so similar that info_nce is 5e-3; default random")
+        help="random: unit vectors; trained: pairs so similar that info_nce is 5e-3; default random")
     add("--dtype", choices=("float64", "float32", "float16", "bfloat16"),
         default="bfloat16" if device == "cuda" else "float32", help="default on this device: %(default)s")
     add("--impl", nargs="+", choices=("eager", "compile", *OURS, *PEERS), metavar="IMPL",
         help=f"eager (plain PyTorch), compile (eager with torch.compile), {', '.join(OURS)}, or a package: "
-             f"{', '.join(PEERS)}. Default: eager, auto and, for sizes that auto computes by eager, triton "
-             "(GPU) or blockwise (CPU); on a GPU also compile and installed packages")
+             f"{', '.join(PEERS)}. Default: eager and auto; triton (GPU) or blockwise (CPU) for sizes where "
+             "auto selects eager; on a GPU also compile and installed packages")
     add("--repeat", type=int, default=20, help="timed runs, or fewer if they take more than 10 s; default 20")
     add("--limit", type=int, default=600, metavar="SECONDS", help="time limit for one case; default 600")
     add("--json", metavar="FILE", help="save the results to this file, after each case")
-    add("--from", dest="source", metavar="FILE", help="only print the table of a file that --json wrote")
-    add("--markdown", action="store_true", help="print a table of --sizes, or of each loss's largest size")
+    add("--from", dest="source", metavar="FILE", help="measure nothing; print a table of this --json file")
+    add("--markdown", action="store_true", help="Markdown table of --sizes, or of each loss's largest size")
     return parser
 
 
@@ -374,7 +374,7 @@ def main(argv=None):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = make_parser(device).parse_args(argv)
     if args.source and (args.loss or args.impl or args.json):
-        sys.exit("--from shows a whole file; of the other flags, only --sizes selects results")
+        sys.exit("--from shows saved results: leave out --loss, --impl and --json; --sizes is allowed")
     if args.json and not Path(args.json).absolute().parent.is_dir():
         sys.exit(f"--json {args.json}: its folder does not exist")
     result = load_result(args.source) if args.source else run_cases(args, device)

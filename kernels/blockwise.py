@@ -15,13 +15,13 @@ sum'_j, with the values of column j. If q is compared with itself (triangle=True
 omits the columns before its first row. The other columns start with a square: the rows of the strip, compared
 with themselves. A logit s_ij to the right of the square counts for row i and, as s_ji, also for row j.
 
-Gradients use max_i and sum_i, which are both stored, instead of lse_i. Because lse_i is rounded at the scale
-of |s|, all p_ij of row i would otherwise be wrong by the same factor. When τ is small or rows are equal,
+Gradients use max_i and sum_i, which are both stored, not lse_i. The rounding error of lse_i grows with |s|.
+With lse_i, all p_ij of row i would be wrong by one common factor. If τ is small or rows are equal,
 Σ_j p_ij k_j and the key of the positive would then not cancel in the gradient.
 
-eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs up to 4: it computes strips
-again for the gradients; triangle=True halves the operations. With triangle=False, a loss with only a row
-softmax needs 3 (queue_loss 2): a strip has all logits of its rows, so it serves statistics and gradients.
+eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs up to 4, because it computes
+strips again for the gradients. triangle=True halves the operations. With triangle=False, a loss with only a
+row softmax needs 3 products (queue_loss 2): a strip has all logits of its rows, so it is computed only once.
 """
 import torch
 import torch.nn.functional as F
@@ -34,14 +34,14 @@ MIN_STRIP_ROWS = 64        # fewer rows would make products slow, because each s
 
 
 def rows_of(call):
-    """Return q and the keys, rounded to the dtype of products, in the dtype of sums."""
+    """Return q and the keys: rounded to the dtype of products, then cast to the dtype of sums."""
     rounded = call.rounded
     q = rounded.q.to(call.temperature.dtype)
     return q, q if call.k is None else rounded.k.to(q.dtype)
 
 
 def zeros_if(needed, x):
-    """Return zeros in the shape of x if its gradient is needed; if not, a tensor without rows."""
+    """Return zeros for the gradient of x, in the shape of x; without rows if this gradient is not needed."""
     return x.new_zeros((x if needed else x[:0]).shape)  # zeros_like would keep strides that cuBLAS may refuse
 
 
@@ -108,7 +108,7 @@ def add_stats(stats, s, axis):
 
 
 def merge_stats(stats, maximum, total, exp=torch.exp):
-    """Update the statistics by the maximum of new logits and the sum of their exp(logit − maximum)."""
+    """Merge new logits into stats: their maximum, and total, the sum of their exp(logit − maximum)."""
     new = torch.maximum(stats[0], maximum)
     stats[1] = stats[1] * exp(stats[0] - new) + total * exp(maximum - new)
     stats[0] = new
@@ -118,8 +118,8 @@ def two_sided_stats(q, k, temperature, mask, triangle, positive=None):
     """Return (statistics of the row softmaxes, statistics of the column softmaxes, strips).
 
     With triangle=True both statistics are the same tensor. If the norms of q and k prove that all |logits|
-    are below 69, exp(s) can neither overflow nor underflow. On the CPU all maxima are then 0, and one exp(s)
-    serves rows and columns. If one strip then holds all rows, strips is [(rows, columns, exp(s))], else [].
+    are below 69, exp(s) can neither overflow nor underflow. On the CPU, 0 then replaces all maxima, so rows
+    and columns share exp(s). If one strip then has all rows, strips is [(rows, columns, exp(s))], else [].
     """
     of_rows = new_stats(q)
     of_columns = of_rows if triangle else new_stats(k)
@@ -254,16 +254,16 @@ def loss_and_slopes(positive, stats, weights):
 
 
 def fuses_backward(call, both, needs):
-    """Return whether softmax_loss computes its gradients together with the loss: always."""
+    """Return True: this module's softmax_loss always computes its gradients together with the loss."""
     return True
 
 
 def softmax_loss(call, both, weights, needs):
     """Return (loss, dq, dk, dτ), with gradients computed along with the loss.
 
-    The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w_i = 1/N for weights=None. With both=True it
-    is the mean of two such losses: one has a softmax per row (dim=1), the other one per column (dim=0); then
-    the positive of query i is key i. Unneeded gradients are as in similarity_lse_backward.
+    The loss is Σ_i w_i softplus(gap_i), with weights w (N,), or w_i = 1/N for weights=None. With both=True,
+    it is the mean of two such losses: one has a softmax per row (dim=1), the other a softmax per column
+    (dim=0). The positive of query i is then key i. Unneeded gradients are as in similarity_lse_backward.
     """
     triangle, (q, k), temperature, mask = call.k is None, rows_of(call), call.temperature, call.mask
     n = len(q)
@@ -321,8 +321,8 @@ def sigmoid_loss(call, bias, needs, grad=1, sums=None):
     """Return (loss, dq, dk, dτ, db). Unneeded gradients: as in similarity_lse_backward; db is then None.
 
     The loss is 1/N Σ_ij softplus(−y_ij (q_i·k_j/τ + b)). y_ij is 1 for positive pairs, which the mask
-    excludes, and −1 for other pairs; if the mask excludes nothing, there are no positives. A pair's gradient
-    needs no other logit: each strip is computed once. sums: as in similarity_lse_backward.
+    excludes, and −1 for other pairs; if the mask excludes nothing, there are no positives. The gradient of a
+    pair needs only the pair's logit, so each strip is computed once. sums: as in similarity_lse_backward.
     """
     (q, k), temperature = rows_of(call), call.temperature
     n = len(q)

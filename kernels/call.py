@@ -1,8 +1,8 @@
 """prepare(): check, cast and normalise the arguments of an operation, and choose its implementation.
 
-The losses call prepare(), and pass the Call that it returns to one module (Call.ops): eager.py, or fused.py,
-which differentiates the functions of blockwise.py and gpu/. All of these take the Call. This file also has
-similarity_lse and similarity_topk, which check the arguments of their masks before make_call().
+The losses call prepare(), which returns a Call. They pass it to the module Call.ops: eager.py, fused.py or
+ring.py. The last two get values and gradients from blockwise.py or gpu/. This file also has similarity_lse
+and similarity_topk. These two check the arguments of their masks, and then call make_call().
 """
 import importlib.util
 from dataclasses import replace
@@ -58,14 +58,14 @@ class Call(NamedTuple):
 
     @property
     def ops(self):
-        """The module with differentiable functions of this call."""
+        """The module that computes this call with autograd: ring, eager or fused."""
         if self.ring:
             return ring
         return eager if self.impl == "eager" else fused
 
     @property
     def compute(self):
-        """The module whose functions fused.py differentiates."""
+        """The module that computes values and gradients for fused.py and ring.py: blockwise or gpu."""
         if self.impl == "blockwise":
             return blockwise
         from . import gpu  # this import needs Triton
@@ -76,9 +76,9 @@ def prepare(q, k, temperature, mask, *, positives=False, names=("q", "k"), norma
             columns=None, others=()):
     """Return the Call for the arguments of a public function; raise ValueError for an invalid argument.
 
-    k          None: the keys are the rows of q. With positives=True, None is invalid
-    mask       the Mask, whose offset is checked here if positives is True and it excludes the diagonal
-    positives  True: the positive of query i is key i + offset, which must exist
+    k          (M, D) keys; None: the keys are the rows of q. With positives=True, None is invalid
+    mask       the Mask. Its offset is checked here if positives=True and mask.exclude is "diagonal"
+    positives  True: the positive of query i is key i + offset, and this key must exist
     names      names of q and k in error messages
     columns    number of columns of the logits; None: the number of keys
     others     (RingRows,) if k may be an object of this class
@@ -102,7 +102,7 @@ def make_call(q, k, temperature, mask, normalize, impl, columns=None):
         q, k = (x.float() if x.dtype == product_dtype and (x is q or x.requires_grad) else x for x in (q, k))
     impl = choose_impl(impl, q, *() if of_all else (len(q), columns or len(k)))
     if of_all and impl == "eager":
-        raise ValueError("impl: found 'eager', which needs all keys; with ring_rows expected another one")
+        raise ValueError("impl: found 'eager', which needs all keys; with ring_rows, use 'auto'")
     accumulation_dtype = torch.promote_types(q.dtype, torch.float32)
     if normalize:
         q, k = unit_rows(q), k if self_similarity else unit_rows(k)
@@ -153,7 +153,7 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     """Return log Σ_j exp(q_i·k_j / τ) for each query i; only "eager" stores a large (N, M) matrix.
 
     q            (N, D) queries, float64 | float32 | float16 | bfloat16, any strides; Triton takes no float64
-    k            (M, D) keys, dtype and device as q; None: the keys are the rows of q; or from ring_rows
+    k            (M, D) keys (dtype and device as q), or from ring_rows; None: the keys are the rows of q
     temperature  τ: float from 1e-38 to 1e38, so that float32 can hold τ and 1/τ; or a 0-dim tensor, which
                  then receives a gradient. The value of a tensor on a GPU is not checked
     exclude      keys left out of the sum of query i, one of: None | "diagonal" (key i + offset)
@@ -171,19 +171,19 @@ def similarity_lse(q, k=None, temperature=1.0, *, exclude=None, within=None, sim
     impl         "auto" (see choose_impl) | "triton" | "blockwise" | "eager"
     returns      (N,) float32 (float64 for float64 rows), differentiable with respect to q, k and temperature.
                  A query for which all keys are left out gets -inf, with gradient 0
-    raises       RuntimeError, except in "eager", for second derivatives (create_graph=True), and for forward
-                 mode and torch.func (also in "eager" if products are in a half type). Except in "eager",
-                 torch.compile does not trace this function (graph break)
-    precision    float32 products follow torch.get_float32_matmul_precision(). Half-type logits are exact; in
-                 backward, GPUs round weights to the half type. Sums are in float32 (float64). For logits of
-                 any size (in Triton up to 1e9), gradients are as accurate as in "eager". A NaN query does not
-                 reach other queries' gradients if k is given. Under torch.autocast, float32 rows are
-                 multiplied in its dtype; gradients are float32
-    memory       inputs, gradients, at most a float32 copy of each of these, and buffers. In Triton, buffers
-                 take 160 MiB, or 544 MiB if a loss computes its gradient in forward (less if you lower
-                 WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.gpu.heuristics). In "blockwise", float32
-                 buffers take up to 144 MiB (with similar 224), or 288 (448) rows of logits if this is more.
-                 "eager" stores O(N·M): 3 to 5 matrices of logits, or 200 to 310 MB for 4096 × 4096 in float32
+    raises       RuntimeError for second derivatives (create_graph=True), forward mode and torch.func. "eager"
+                 supports all three, but with half-type products only second derivatives. torch.compile
+                 traces only "eager"; the others cause a graph break
+    precision    float32 products follow torch.get_float32_matmul_precision(). Products of half-type rows are
+                 exact; in backward, GPUs round softmax weights to the half type. Sums are float32 (for
+                 float64 rows float64). For logits of any size (Triton: up to 1e9), gradients are as accurate
+                 as in "eager". If k is given, a NaN in a query does not reach the gradients of other queries.
+                 Under torch.autocast, float32 rows are multiplied in autocast's dtype; gradients are float32
+    memory       inputs and gradients, at most one float32 copy of each, and buffers. In Triton, buffers take
+                 160 MiB, or 544 MiB if a loss computes its gradient in forward. To use less, lower
+                 WEIGHT_BUFFER_BYTES and STRIP_BYTES in kernels.gpu.heuristics. In "blockwise", float32
+                 buffers take up to 144 MiB, or 288 rows of logits if more (with similar: 224 MiB, 448 rows).
+                 "eager" stores 3 to 5 (N, M) matrices: 200 to 310 MB for 4096 × 4096 float32 logits
     source       van den Oord et al. 2018, eq. 4
     """
     keys = q if k is None else k
@@ -200,14 +200,14 @@ def similarity_topk(q, k, n, *, exclude=None, within=None, similar=None, offset=
                     impl="auto"):
     """Return the n keys with the largest q_i·k_j for each query i; only "eager" stores a large (N, M) matrix.
 
-    q, k         as in similarity_lse; with k=None each row is also compared with itself, unless excluded
-    n            1 ≤ n ≤ M; the Triton kernel has 64 slots per row: for a larger n, "triton" runs "blockwise"
+    q, k         as in similarity_lse; with k=None, each row is also compared with itself, unless excluded
+    n            number of keys, from 1 to M. For n > 64 (slots of the kernel), "triton" runs "blockwise"
     exclude, within, similar, offset    as in similarity_lse
     normalize    as in similarity_lse; True finds the keys with the largest cosine
     impl         as in similarity_lse
-    returns      (products (N, n) float32, or float64 for float64 rows; indices of keys (N, n) int64), largest
-                 first, without gradient. If a query has fewer than n keys, the rest is -inf with index -1.
-                 Equal products come in any order. A NaN product counts as the largest
+    returns      two (N, n) tensors without gradient: dot products, float32 (float64 for float64 rows), and
+                 indices of keys, int64. The largest comes first; NaN counts as the largest. Equal products
+                 come in any order. If a query has fewer than n keys, other entries are -inf with index -1
     memory       inputs, at most a float32 copy of each, O(N·n + M) numbers, a constant buffer; "eager" O(N·M)
     """
     keys = q if k is None else k

@@ -13,15 +13,15 @@ SMALLEST, LARGEST = 1e-38, 1e38          # float32 can hold both numbers and the
 
 
 def check_rows(offset=0, /, **named):
-    """Raise ValueError if tensors do not have the expected dtypes and shapes, all on one device.
+    """Raise ValueError if tensors have unexpected dtypes or shapes, or lie on different devices.
 
     Example: check_rows(offset, z=(z, "N D"), ids=(ids, "M t", int), t=1) expects floating-point z of shape
     (N, D) and integer ids of shape (M, 1).
 
-    named    name=(tensor, dimensions, kinds...) for each tensor, letter=size for each known size. dimensions
-             has one letter per dimension: equal letters mean equal sizes, and a capital letter a size ≥ 1.
-             kinds are the allowed types: bool, int or float (the default), None if the tensor may be None,
-             and a class (RingRows) if an object of this class may take the place of the tensor
+    named    for each tensor: name=(tensor, dimensions, kinds...); for each known size: letter=size. The
+             string dimensions has one letter per dimension. Equal letters mean equal sizes, and a capital
+             letter means a size ≥ 1. kinds are the allowed types: bool, int or float (the default), None (the
+             tensor may be None), or a class such as RingRows (an object of this class may replace the tensor)
     offset   this rank's first row: row i of (N, ...) belongs to row offset + i of (M, ...), so M ≥ N + offset
     """
     sizes = {letter: size for letter, size in named.items() if not isinstance(size, tuple)}
@@ -88,9 +88,9 @@ def check_same_dtype(**rows):
 def check_number(name, x, minimum=-LARGEST, maximum=LARGEST, device=None):
     """Raise ValueError unless x is a number from minimum to maximum that float32 can hold.
 
-    minimum, maximum  may be ±∞; then x may be infinite too
-    device            if given, x may also be a 0-dim floating-point tensor on this device. The value is
-                      checked on the CPU only: to read it from a GPU, the host would have to wait
+    minimum, maximum  limits of x. If a limit is infinite, x may have this value
+    device            if given, x may also be a 0-dim floating-point tensor on this device. The value of a
+                      tensor on a GPU is not checked, because the host would have to wait for it
     """
     value = x
     if isinstance(x, Tensor) and device is not None:
@@ -151,7 +151,7 @@ def check_pair(name, x, contents):
 
 
 def refuse_second_derivative(what, advice="use impl='eager'"):
-    """Raise RuntimeError if this backward pass has create_graph=True: `what` has no second derivatives."""
+    """Raise RuntimeError in a backward pass with create_graph=True. `what` names the function that raises."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{what}: found create_graph=True, which second derivatives need; {advice}")
 
@@ -181,7 +181,7 @@ def describe(x):
 def check_offset(offset):
     """Raise ValueError if offset is not an integer."""
     if not is_integer(offset):
-        raise ValueError(f"offset: {describe(offset)}, expected an integer, this rank's first row")
+        raise ValueError(f"offset: {describe(offset)}, expected an integer (index of this rank's first row)")
 
 
 def check_positives(queries, keys, offset):
@@ -192,7 +192,7 @@ def check_positives(queries, keys, offset):
     n, m = q.shape[0], k.shape[0]
     if offset < 0 or n + offset > m:
         if not 0 <= offset < m:
-            expected = f"this rank's first row among the {m} of {name_k}"
+            expected = f"the index of this rank's first row in the {m} rows of {name_k}"
             raise ValueError(f"offset: {describe(offset)}, expected {expected}")
         expected = f"{n} + offset {offset}: one positive for each row of {name_q}"
         raise ValueError(f"{name_k}: {m} rows, expected at least {expected}")

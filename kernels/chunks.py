@@ -29,10 +29,10 @@ def embed_in_chunks(embed, chunks, module):
     """Return torch.cat of embed(chunk) for all chunks, with the activations of only one chunk in memory.
 
     embed    function from a chunk to its embeddings (n, D) on the module's device. Backward calls embed
-             again, and must get the same result (as in torch.utils.checkpoint). So embed must not change its
-             chunk, nor use anything that changes before backward, such as weights or module.eval(). PyTorch's
-             random numbers, as in dropout, are repeated on the CPU and the module's device; those of NumPy,
-             `random` and generators of your own are not repeated
+             again, and needs the same result (as in torch.utils.checkpoint). So embed must not change its
+             chunk. What embed reads must not change before backward (no optimizer step, no module.eval()).
+             PyTorch's random numbers (dropout) are repeated on the CPU and on the module's device. Random
+             numbers of NumPy, of `random` and of your own generators are not repeated
     chunks   list of chunks, such as tensor.split(size), which must not change before backward. Backward goes
              from the last chunk to the first
     module   torch.nn.Module with the parameters that embed uses; loss.backward() adds to their .grad once per
@@ -40,13 +40,13 @@ def embed_in_chunks(embed, chunks, module):
              statistics of one chunk at a time, like a GPU without synchronised batch norm, and updates its
              running statistics once per chunk
     returns  (Σ n, D) embeddings of all chunks
-    raises   with two or more chunks, RuntimeError in backward if a parameter (not by .data), the module's own
-             training mode or a chunk has changed (also inside tuples, lists, mappings and dataclasses); for
-             second derivatives (create_graph=True); and for torch.autograd.grad, which does not fill .grad
+    raises   with two or more chunks, RuntimeError in backward for second derivatives (create_graph=True), for
+             torch.autograd.grad (it fills no .grad), and if a parameter, module.training or a chunk (also in
+             a tuple, list, mapping or dataclass) has changed. A change through .data is not noticed
     source   Gao et al. 2021, section 3.2
     """
     if isinstance(chunks, (torch.Tensor, str)) or hasattr(chunks, "shape") or not hasattr(chunks, "__iter__"):
-        raise ValueError(f"chunks: found {describe(chunks)}, expected a list of what embed takes, such as "
+        raise ValueError(f"chunks: found {describe(chunks)}, expected a list of inputs of embed, such as "
                          "tensor.split(size)")
     chunks = list(chunks)
     if not chunks:
@@ -72,7 +72,7 @@ def embed_chunk(embed, chunk):
 class EmbedChunk(torch.autograd.Function):
     """Embed a chunk without storing activations. Backward embeds the chunk again, and adds to .grad.
 
-    trained  one of the module's weights, which requires a gradient: else autograd would not call backward
+    trained  a weight of the module that requires a gradient. Without it, autograd would not call backward
     """
     last_trim = 0.0           # time.monotonic() at the last call of malloc_trim; all chunks share this number
 
@@ -121,7 +121,7 @@ def trim_heap():
 
 
 def version(x):
-    """Return nested lists that differ if a tensor, an array or a container inside x changes in place."""
+    """Return nested lists; they differ after an in-place change of a tensor, an array or a container in x."""
     if isinstance(x, torch.Tensor):
         return id(x), None if x.is_inference() else x._version
     if isinstance(x, np.ndarray):                              # NumPy arrays have no version counter

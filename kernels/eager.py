@@ -43,7 +43,7 @@ class Product(torch.autograd.Function):
 
 
 def cast(x, *dtypes):
-    """Return x, cast to one dtype after the other. Even if it does nothing, Tensor.to takes microseconds."""
+    """Cast x to each dtype in turn. If x has this dtype, avoid Tensor.to: the call takes microseconds."""
     for dtype in dtypes:
         if x.dtype != dtype:
             x = x.to(dtype)
@@ -134,11 +134,11 @@ def sigmoid_loss(call, bias):
 
 
 def sup_con_loss(call, views, labels, offset):
-    """Return the mean loss of all rows: a row's loss is the mean −log softmax of its positives (0 if none).
+    """Return the mean loss of all rows: the mean −log softmax over a row's positives (0 if there are none).
 
     The positives of a row are the other rows with its label; the softmax is over all other rows.
     views   number of views of a sample, which are consecutive rows of call.q and of call.keys
-    labels  (number of samples of all ranks,)
+    labels  (M,) integers, the labels of the M samples of all ranks
     offset  index of this rank's first sample
     """
     s, first = logits_of(call), offset * views

@@ -1,12 +1,12 @@
 """The operations of blockwise.py and gpu/ as autograd Functions. `call` has the checked arguments (call.py).
 
-call.compute is the module blockwise or gpu. Both have the same functions of a Call, but blockwise computes no
-softmax loss in two passes. There are two Functions:
+call.compute is the module blockwise or gpu. Both have functions with the same names, but blockwise has no
+softmax_loss_forward and softmax_loss_backward, a softmax loss in two passes. There are two Functions:
 
     GradientInForward   computes the gradients together with the loss; backward only multiplies the gradients
                         by the upstream gradient
-    TwoPasses           stores a few numbers per row, more precise than the log-sum-exp alone; backward
-                        computes each logit again
+    TwoPasses           stores a few numbers per row, which are more precise than the log-sum-exp alone.
+                        backward computes each logit again
 
 Second derivatives (create_graph=True), forward mode and torch.func are not supported and raise RuntimeError.
 torch.compile does not trace this file.
@@ -87,9 +87,9 @@ class TwoPasses(torch.autograd.Function):
 class GradientInForward(torch.autograd.Function):
     """A loss whose gradients are computed along with it.
 
-    q, k, temperature, bias  inputs, passed only to register them with autograd; compute has these tensors
+    q, k, temperature, bias  passed only because autograd must know the inputs; compute has these tensors
     compute                  function that returns (loss, gradients of q, k, temperature and, if given, bias).
-                             Read call.needs outside compute, which runs in forward, where grad mode is off
+                             It must not read call.needs, because grad mode is off while forward runs compute
     """
 
     @staticmethod

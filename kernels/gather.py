@@ -28,7 +28,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def own_rows(rows, rank=None, world=None, *, group=None):
     """Return the slice of a batch of `rows` rows that belongs to this process, or to rank `rank` of `world`.
 
-    rows     integer ≥ 0; the slices of two ranks differ by at most one in length
+    rows     number of rows of the batch, an integer ≥ 0; the slices of two ranks differ by at most one row
     group    process group whose ranks share the batch; None: all processes
     """
     if not is_count(rows):
@@ -78,7 +78,7 @@ def gather_rows(x, rows, *, group=None, dtype=None):
 
 
 def check_share(x, rows, group):
-    """Return (slice of rows of each process, rank of this process); raise ValueError if x is not its rows."""
+    """Return (each process's slice of the rows, this process's rank). Raise ValueError if len(x) is wrong."""
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         found = "a tensor without dimensions" if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x: found {found}, expected a tensor of this process's rows, (n, ...)")
@@ -89,8 +89,8 @@ def check_share(x, rows, group):
         raise ValueError(f"rows: found {describe(rows)}, fewer than the {world} processes; expected a batch "
                          "with a row for each process")
     if len(x) != own.stop - own.start:
-        found = f"{describe(rows)}, of which rank {rank} of {world} has {describe(own.stop - own.start)}"
-        expected = "the number of rows of all processes of the group, split by own_rows(rows)"
+        found = f"{describe(rows)}, so rank {rank} of {world} needs {describe(own.stop - own.start)} rows"
+        expected = "the number of rows of the whole batch, split over the processes by own_rows(rows)"
         raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
     return shares, rank
 

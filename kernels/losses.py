@@ -4,8 +4,8 @@ The losses use rows as they are. For cosine similarities pass unit rows (F.norma
 with large norms often give a loss of 0.0. No loss checks norms, because this would synchronise with the GPU.
 
 A softmax loss is −log p, where p is the softmax probability of the positive. "triton" and "blockwise" compute
-softplus(lse − logit of the positive), where lse is the log-sum-exp of the negatives only. This has the same
-value, and if the loss is small, a more accurate gradient.
+softplus(lse − logit of the positive), where lse is the log-sum-exp of the negatives only. The value of the
+loss is the same. If the loss is small, its gradient is more accurate.
 """
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,12 @@ def info_nce(q, k, temperature=0.07, *, symmetric=False, gathered=None, offset=0
              impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_{i+offset}/τ) / Σ_j exp(q_i·k_j/τ) ).
 
-    q, k         (N, D) queries and (M, D) keys, or ring_rows of keys; the positive of query i is key i+offset
-    temperature  τ: float > 0 (range in similarity_lse), or a 0-dim tensor, which then receives a gradient
-    symmetric    True: the mean of two losses, as in CLIP: this one, with a softmax over keys (dim=1), and the
-                 same with a softmax over queries (dim=0). q and k are then both (N, D)
+    q, k         (N, D) queries; (M, D) keys, also from ring_rows. The positive of query i is key i+offset
+    temperature  τ: float > 0 (similarity_lse gives the range), or a 0-dim tensor, which then gets a gradient
+    symmetric    True: as in CLIP, return the mean of two losses: one has a softmax over keys (dim=1), the
+                 other has a softmax over queries (dim=0). q and k must then both be (N, D)
     gathered     for symmetric=True on several ranks: the pair (q of all ranks, k of all ranks), (M, D) each,
-                 from gather_rows or ring_rows; q and k are own rows. For symmetric=False pass all keys as k
+                 from gather_rows or ring_rows; q and k are local rows. For symmetric=False pass all keys as k
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
     normalize    True: divide each row by its norm first; False: use rows as they are (unit rows give cosines)
     impl         see similarity_lse
@@ -75,7 +75,7 @@ def clip_loss(image, text, temperature=0.07, *, gathered=None, offset=0, normali
 def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
     """Return the mean over rows of −log( exp(q_i·k_i/τ) / (exp(q_i·k_i/τ) + Σ_j exp(q_i·queue_j/τ)) ).
 
-    q, k         (N, D) queries and (N, D) keys: k_i is only compared with q_i, as its positive
+    q, k         (N, D) queries and (N, D) keys: k_i is the positive of q_i, and no other query uses k_i
     queue        (K, D) negatives of every query; the queue never receives a gradient
     normalize    True: divide the rows of q, k and queue by their norms first (see similarity_lse). This costs
                  O(K·D) for the queue in each call; to avoid this cost, pass unit rows and normalize=False
@@ -95,7 +95,7 @@ def queue_loss(q, k, queue, temperature=0.07, *, normalize=False, impl="auto"):
 def sigmoid_loss(q, k, temperature=0.1, bias=-10.0, *, offset=0, normalize=False, impl="auto"):
     """Return 1/N Σ_i Σ_j softplus(−y_ij (q_i·k_j/τ + b)), with y_ij = 1 if j = i + offset, else −1.
 
-    q, k         (N, D) queries and (M, D) keys, or ring_rows of keys; the positive of query i is key i+offset
+    q, k         (N, D) queries; (M, D) keys, also from ring_rows. The positive of query i is key i+offset
     bias         b: finite float, or a 0-dim tensor, which then receives a gradient. b = −log(M − 1) gives
                  noise-contrastive estimation (NCE): the M − 1 other keys are the noise samples of a query
     offset       index of this rank's first row in the batch of all ranks, own_rows(batch_size).start
@@ -114,7 +114,7 @@ def nt_xent(z1, z2, temperature=0.5, *, gathered=None, offset=0, normalize=False
 
     z1, z2       (N, D) each, two views of N samples: rows i of z1 and of z2 are a positive pair (i and i')
     gathered     on several ranks: the pair (z1 of all ranks, z2 of all ranks), (M, D) each, from gather_rows
-                 or ring_rows. The loss is the mean over this rank's 2N views, compared with 2M views each
+                 or ring_rows. The loss is the mean over this rank's 2N views; each is compared with 2M views
     offset       index of this rank's first row in `gathered`, own_rows(batch_size).start
     others       temperature, normalize and impl: as in info_nce
     returns      scalar, float32 (float64 for float64 rows); half the value of the paper's released code
@@ -152,7 +152,7 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
     z                 (N, V, D) V views of each of N samples
     labels            (N,) integers: the positives P(i) of view i are all other views with the same label;
                       None: P(i) are all other views of the same sample
-    base_temperature  τ_base: float > 0, 0.07 in the released code; None: the paper's loss, without τ/τ_base
+    base_temperature  τ_base: float > 0 (released code: 0.07). None: as in the paper, no factor τ/τ_base
     gathered          on several ranks: the pair (z of all ranks (M, V, D), labels of all ranks (M,) or None),
                       both from gather_rows. The loss is the mean over this rank's N·V views, each compared
                       with the M·V views of all ranks
@@ -190,7 +190,7 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
 
 
 def check_labels(z, labels, all_z, all_labels, offset):
-    """Raise ValueError if no view has a positive, or this rank's rows and labels do not fit all ranks'."""
+    """Raise ValueError if no view has a positive, or if (z, labels) do not fit (all_z, all_labels)."""
     checks.check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
         "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
     if (labels is None) != (all_labels is None):
@@ -201,18 +201,18 @@ def check_labels(z, labels, all_z, all_labels, offset):
         return
     if not torch.equal(labels.long(), all_labels[offset:offset + len(labels)].long()):
         raise ValueError(f"labels: not equal to the gathered labels from row {offset} on; expected labels "
-                         "to be this rank's part of the gathered labels, and offset to be its first row")
+                         "to be a slice of the gathered labels, and offset to be the start of this slice")
 
 
 def linear_cross_entropy(hidden, weight, targets, ignore_index=-100, *, temperature=1.0, impl="auto"):
-    """Return the mean cross entropy of the logits hidden·weightᵀ/τ; only "eager" stores many of them.
+    """Return the mean cross entropy of the logits hidden·weightᵀ/τ; only "eager" stores a large matrix.
 
     Rows are never normalised, because the products are the logits of a linear layer, not cosines.
 
     hidden        (N, D) float64 | float32 | float16 | bfloat16
     weight        (V, D) one row per class; dtype and device as hidden
     targets       (N,) int64 in [0, V), the class of each row, or ignore_index
-    ignore_index  rows with this target are ignored and may contain NaN, but cost as much as other rows
+    ignore_index  integer: rows with this target are ignored, may contain NaN, and take as long as other rows
     temperature   τ: float > 0, or a 0-dim tensor, which then receives a gradient
     impl          see similarity_lse
     returns       scalar, float32 (float64 for float64 rows): mean over rows not ignored; 0 if all are ignored
@@ -255,8 +255,8 @@ def row_weights(targets, classes, ignored, ignore_index):
 def triplet_loss(anchor, positive, negative, margin=1.0):
     """Return the mean over rows of max(0, |a_i − p_i| − |a_i − n_i| + margin), with Euclidean distances.
 
-    a, p and n are the rows of anchor, positive and negative, used as they are; FaceNet uses unit rows
-    (F.normalize). F.triplet_margin_loss computes the loss; this function upcasts the rows.
+    a, p and n are rows of anchor, positive and negative. They are not normalised here; FaceNet uses unit rows
+    (F.normalize). This function casts all rows to the dtype of the loss, and calls F.triplet_margin_loss.
 
     anchor, positive, negative  (N, D) each, any float type; the loss is float64 if one is, else float32
     margin                      number > 0, a distance
@@ -271,10 +271,10 @@ def triplet_loss(anchor, positive, negative, margin=1.0):
 def margin_loss(x1, x2, same, margin=1.0):
     """Return the mean over rows of ½ d² if same[i], else ½ max(0, margin − d)², with d = |x1_i − x2_i|.
 
-    Rows are used as they are; d and margin are Euclidean distances.
+    Rows are not normalised; d and margin are Euclidean distances.
 
-    x1, x2     (N, D) each, any float type; the loss is float64 if x1 or x2 is, and float32 if neither is. If
-               x1_i equals x2_i, the gradient of d is 0
+    x1, x2     (N, D) each, any float type. The loss is float64 if x1 or x2 is float64, else float32. If x1_i
+               equals x2_i, the gradient of d is 0
     same       (N,) bool, or integers 0 and 1 (checked on the CPU): whether x1_i and x2_i have the same class
     margin     number > 0
     returns    scalar

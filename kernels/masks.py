@@ -39,8 +39,8 @@ class Mask(NamedTuple):
 
     @property
     def is_symmetric(self):
-        """Whether the mask is surely symmetric: no offset, targets, groups or features, and ids, if any, that
-        are the same tensor for rows and columns."""
+        """True: the mask is surely symmetric. It has no offset, targets, groups or features; if it has ids,
+        row_ids and column_ids are the same tensor."""
         others = self._replace(row_ids=None, column_ids=None)
         return self.offset == 0 and self.row_ids is self.column_ids and not others.has_vectors
 
@@ -88,7 +88,7 @@ def make_mask(n, m, self_similarity, exclude=None, within=None, similar=None, of
     if offset != 0 and exclude != "diagonal":
         raise ValueError(f'offset: {checks.describe(offset)}, expected 0 unless exclude is "diagonal"')
     if exclude == "pair" and (not self_similarity or n % 2):
-        found = f"found {n} rows" if self_similarity else "found a k"
+        found = f"found {n} rows" if self_similarity else "found keys k"
         raise ValueError('exclude: "pair" needs k=None and an even number of rows '
                          f"(first views, then second views); {found}")
     return Mask(exclude or "none", *ids, *groups, *features, offset, phi)

@@ -1,12 +1,12 @@
-"""Pass the keys of all processes round a ring, so that no process stores all of them, as with gather_rows.
+"""Pass the keys of all processes round a ring. So no process stores all keys, in contrast to gather_rows.
 
-Each process stores its own keys, a block. In each of W hops, it compares its queries with the block that it
-holds; meanwhile it sends this block to the next process, and receives a block from the previous process.
+The keys of a process are one block. In each of W hops (W processes), a process compares its queries with the
+block that it holds. Meanwhile it sends this block to the next process, and receives one from the previous.
 
-    forward    max_i and sum_i of row i (see blockwise.py) over one block are merged with those over others
-    backward   The blocks travel once more. With max_i and sum_i over all keys, the terms of a block in dq_i
-               and dk_j do not depend on other blocks. dk_j travels with its block: each process adds its
-               terms and sends dk_j on, and after the last hop dk_j is at home.
+    forward    max_i and sum_i of row i (see blockwise.py) are computed per block, then merged over all blocks
+    backward   The blocks travel once more. Since max_i and sum_i are known for all keys, the terms of a block
+               in dq_i and dk_j do not depend on other blocks. dk_j travels with its block, and each process
+               adds its terms to dk_j. After the last hop, dk_j is on the process that has key j.
 """
 import dataclasses
 import math
@@ -24,7 +24,7 @@ from .masks import positive_columns
 
 @dataclasses.dataclass(eq=False)
 class RingRows:
-    """The result of ring_rows: stands for the rows of all processes, but has only those of this process."""
+    """The result of ring_rows. It represents the rows of all processes, but has only this process's rows."""
     own: torch.Tensor        # (n, ..., D) rows of this process, with gradient
     shares: list             # one slice per process: its rows in the batch of all processes
     rank: int                # number of this process in the group
@@ -50,19 +50,19 @@ class RingRows:
 
 
 def ring_rows(x, rows, *, group=None):
-    """Return an object that stands for the rows of all processes; with one process, return x.
+    """Return an object that represents the rows of all processes; with one process, return x.
 
     Pass it to a loss in place of gather_rows(x, rows): as the keys of similarity_lse, info_nce and
     sigmoid_loss, or in the argument `gathered` of info_nce, clip_loss and nt_xent. The loss and its gradients
-    are those with gather_rows, up to rounding. impl="eager" and similar= then raise; "auto" is not "eager".
+    equal those with gather_rows, up to rounding. impl="eager" and similar=... raise; "auto" is never "eager".
 
-    x, rows, group  as in gather_rows; x is (n, ..., D), with gradient on all ranks or on none (not checked)
-    returns  RingRows of shape (rows, ..., D), on which [own_rows(rows, group=group)] gives x. As with
+    x, rows, group  as in gather_rows; x (n, ..., D) needs a gradient on all ranks or on none (not checked)
+    returns  RingRows of shape (rows, ..., D). Indexed with own_rows(rows, group=group), it returns x. As with
              gather_rows, pass offset=own_rows(rows, group=group).start to the loss
-    raises   as gather_rows. All ranks must run the loss and its backward pass: one that waits for another
-             ends with an error at the time limit of the process group, or (gloo) if the other has ended
-    memory   of a loss, beside inputs, gradients (in the dtype of sums) and the buffers of similarity_lse:
-             three arrays of a process's rows in the dtype of products, and three in that of sums
+    raises   as gather_rows. All ranks must run the loss and its backward pass. A rank that waits for another
+             rank fails at the timeout of the process group or, with gloo, as soon as the other rank has ended
+    memory   a loss stores inputs, gradients (in the dtype of sums), the buffers of similarity_lse, and arrays
+             of the size of this process's rows: three in the dtype of products, three in the dtype of sums
     source   Cheng et al. 2024 (Inf-CL), arXiv 2410.17243, section 3.2
     """
     shares, rank = check_share(x, rows, group)
@@ -77,8 +77,8 @@ def cat_views(z1, z2):
 
 
 def exchange(ring, x, hop):
-    """Start to send x to the next process. Return a function that waits for the x of the previous process,
-    and returns it. In this hop, x belongs to the block of the process `hop` places before this one."""
+    """Start to send x to the next process. Return a function that waits for the previous process's x, and
+    returns it. hop: the sent x belongs to the block of the process `hop` places before this process."""
     world, group = len(ring.shares), ring.group or dist.group.WORLD
     share = ring.shares[(ring.rank - hop - 1) % world]
     received = x.new_empty(ring.views * (share.stop - share.start), *x.shape[1:])
@@ -93,7 +93,7 @@ def exchange(ring, x, hop):
 
 
 def blocks(call):
-    """Yield (hop, call for a block of keys), first of the process's own. The next block arrives meanwhile."""
+    """Yield (hop, call for one block of keys), the own block first. The next block arrives meanwhile."""
     ring, block, world = call.ring, cast(call.k, call.product_dtype).contiguous(), len(call.ring.shares)
     for hop in range(world):
         wait = exchange(ring, block, hop) if hop < world - 1 else None
@@ -112,11 +112,11 @@ def mask_of_block(mask, count, share):
 
 
 def sum_over_blocks(call, needs, gradients_of, targets=None, dlse=None):
-    """Return (dq, dk, dτ, ...), where dk is the gradient of this process's keys in the losses of all.
+    """Return (dq, dk, dτ, ...). dk: gradient of all processes' losses with respect to this process's keys.
 
-    gradients_of  function (call of a block, needs, sums of earlier blocks or None) → gradients, without dτ,
-                  or the sums, to which it has added them
-    targets       None, or (N,) from own_positives: subtract the terms of positives, with dloss/dlse (N,)
+    gradients_of  function (call of a block, needs, sums over earlier blocks or None) that returns the block's
+                  gradients (None for dτ), or adds these to the sums and returns the sums
+    targets       (N,) from own_positives: also subtract the terms of the positives, with dlse (N,); or None
     """
     sums, of_block = None, (needs[0] or needs[2], needs[1], False, *needs[3:])
     for hop, block in blocks(call._replace(q=cast(call.q, call.temperature.dtype))):
@@ -147,7 +147,7 @@ def softmax_loss(call, both=False):
 
 
 def lse_forward(call, targets):
-    """Return (log-sum-exp (N,) or loss, targets, dloss_dlse, stats, ...): the latter are for lse_backward."""
+    """Return (log-sum-exp (N,) or loss, and for lse_backward: targets, dloss_dlse, stats, ...)."""
     is_triton = call.impl == "triton"                          # Triton's statistics are in log2 units
     exp, log, unit = (torch.exp2, torch.log2, math.log(2)) if is_triton else (torch.exp, torch.log, 1)
     stats = new_stats(call.q.new_empty(len(call.q), dtype=call.temperature.dtype))
@@ -192,7 +192,7 @@ def sigmoid_backward(call, grad, bias, needs):
 
 
 def own_positives(call):
-    """Return the positive of each query among this process's keys (N,); raise ValueError if it has others."""
+    """Return (N,): index of each query's positive in this process's keys. ValueError if it is not there."""
     first = call.ring.shares[call.ring.rank].start
     if len(call.q) != len(call.k) or call.mask.offset != first:
         raise ValueError(f"offset: found {call.mask.offset} for {len(call.q)} queries, expected {first} for "

@@ -1,7 +1,7 @@
 """The Triton kernels and the Python code that launches them, with one file for each step or loss.
 
     tiles.py                    device functions that several kernels call
-    heuristics.py               which kernels and blocks serve which shapes and dtypes
+    heuristics.py               choice of kernels and block sizes, by shape and dtype
     launch.py                   code on the host (CPU) for all kernels: tile sizes, aligned copies, launches
     products.py                 products of weights with k and q, and gradients from their sums
     shift.py                    one number that replaces the maxima of all rows and columns in a softmax
@@ -15,13 +15,13 @@
 Letters and words that mean the same in all files:
 
     q, k             queries (N, D) and keys (M, D): q_i and k_j give the logit in row i and column j
-    x, y             q and k in a kernel that computes the gradient of q; k and q for the gradient of k
-    qk               dot product q_i·k_j; its name is xy if the operands are called x and y
+    x, y             operands in a kernel that computes the gradient of x: x = q and y = k, or x = k and y = q
+    qk               dot product q_i·k_j; the name is xy if the operands are called x and y
     s                logit in log2 units, s_ij = q_i·k_j log2(e)/τ, so that exp2(s_ij) = exp(q_i·k_j / τ):
                      GPUs have an instruction for exp2, but not for exp
     m_i, l_i         running maximum and running sum of row i: m_i = max_j s_ij, l_i = Σ_j exp2(s_ij − m_i).
                      Some kernels subtract another number in place of the maximum, and store it as m_i
-    m                on the host: the number of keys M, and n is N (in topk.py: neighbours); in kernels: m_i
+    m                in host code: number of keys M (and n is N; in topk.py, n neighbours). In kernels: m_i
     stats            m and l of N rows, stacked: (2, N)
     lse, p           log-sum-exp of a row in nats, (m + log2 l) / log2(e); softmax, exp2(s_ij − m_i) / l_i
     shift            one number r that is subtracted from all logits in place of the maxima (shift.py)
@@ -41,9 +41,9 @@ Letters and words that mean the same in all files:
 
 In kernels, the names of pointers, tuples of arguments and constexprs are in capitals (STATS, MASK, EXCLUDE).
 The package imports this folder only for impl="triton". fused.py calls the functions below with a Call;
-blockwise.py has functions with the same names, except for the two of a softmax loss in two passes. gpu/
-imports two modules of `kernels` that do not need Triton: masks.py defines excluded columns, and blockwise.py
-finds more neighbours than the topk kernel can, and has dτ of the queue loss.
+blockwise.py has functions with the same names, except softmax_loss_forward and softmax_loss_backward. gpu/
+imports masks.py and blockwise.py from `kernels`; these do not need Triton. masks.py transposes masks.
+blockwise.py computes dτ of the queue loss, and similarity_topk if n is too large for the topk kernel.
 """
 from .fused_forward_backward import softmax_loss
 from .gradient import similarity_lse_backward, softmax_loss_backward

@@ -81,7 +81,7 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
 
 
 def softmax_loss(call, both, weights, needs):
-    """Return (loss, dq (N, D), dk (M, D), dτ) for both=False. Unneeded ones are empty or None."""
+    """Return (loss, dq (N, D), dk (M, D), dτ) for both=False. Unneeded dq, dk are empty, dτ is None."""
     check_device(call.q)
     given, sums = call.rounded, gradient_sums(call, needs)
     loss, side, shift = accumulate_strips(*sums, given, weights)

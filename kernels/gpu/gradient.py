@@ -18,9 +18,9 @@ If column j is the positive of row i, the mask excludes it, and W_ij = 0. The po
 −g_i, or with a column softmax −(g_i + g'_j). This term is added at the end, in float32.
 
 In a half type, W must not overflow, and small weights should not underflow. Therefore g does not contain
-constants such as 1/N; the gradients are multiplied by these at the end. As |g| ≤ 1, W can be stored times
-WEIGHT_SCALE = 2¹⁴ (the final sums are divided by this): in float16, W then does not overflow, and if g = 1,
-even p_ij = 2⁻³⁸ does not underflow. The order of all sums is fixed, so the same input gives the same bits.
+constants such as 1/N; the gradients are multiplied by these at the end. Since |g| ≤ 1, W can be multiplied
+by WEIGHT_SCALE = 2¹⁴; the final sums are divided by it. In float16, W then does not overflow. If g = 1, even
+p_ij = 2⁻³⁸ does not underflow. The order of all sums is fixed, so the same input gives the same bits.
 """
 import torch
 import triton
@@ -116,11 +116,11 @@ def softmax_loss_backward(call, grad, sides, common_m, needs, weighted):
 
 
 def gradients(call, sides, scaling, needs):
-    """Return (dq (N, D), dk (M, D), dτ). Unneeded ones are empty or None; dq is also computed for dτ.
+    """Return (dq (N, D), dk (M, D), dτ). Unneeded dq, dk are empty, unneeded dτ is None; dτ also needs dq.
 
-    sides  with |dloss_dlse| ≤ 1. With self-similarity, rows and columns are the same side, and dq contains
-           the whole gradient
-    needs  whether the gradients of q, k and the temperature are needed
+    sides  the Sides, with |dloss_dlse| ≤ 1. With self-similarity, rows and columns are the same side, and dq
+           is the whole gradient
+    needs  three flags: whether the gradients of q, k and the temperature are needed
     """
     check_device(call.q)
     compute = small_d_gradients if is_small_d(call) else large_d_gradients

@@ -81,7 +81,7 @@ def small_d_gradients(call, sides, scaling, needs):
 
 
 def gradient_of_q(given, call, sides, scaling, needs_dot=False):
-    """Return (dq, ⟨q_i, dq_i⟩ of each row or None). call is given, with aligned rows."""
+    """Return (dq, ⟨q_i, dq_i⟩ of each row or None). `call` equals `given`, but has aligned rows."""
     (n, d), device = given.q.shape, given.q.device
     config = small_d_config(call, sides.are_two, needs_dot)
     dq = torch.empty(n, d, dtype=scaling.dtype, device=device)

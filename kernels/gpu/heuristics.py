@@ -1,9 +1,9 @@
 """Choose kernels by shapes and dtypes, never by values in tensors, so that the host does not wait for a GPU.
 
-"Small D" means that rows have a half type, that the mask is not "target" (linear_cross_entropy has this one),
-and that D ≤ 128. "Large D" means all other cases. At large D, a row softmax loss uses lse_forward and
-gradient instead of fused_forward_backward if the latter would need several strips of fewer than
-MIN_FUSED_ROWS rows.
+"Small D" means: rows have a half type, D ≤ 128, and the loss is not linear_cross_entropy (mask "target").
+"Large D" means all other cases. At large D, a row softmax loss uses fused_forward_backward. There is one
+exception: if this would need several strips of fewer than MIN_FUSED_ROWS rows, the loss uses lse_forward
+and gradient.
 
                                   small D                           large D
     row softmax loss (gradient)   lse_forward, gradient_small_d     fused_forward_backward
@@ -76,8 +76,8 @@ def weight_block_shape(q, k, square):
 def table_block_shape(q, k, square):
     """Return (rows, columns) of a block of logits in lse_forward, limited by the size of its tables.
 
-    Tables take at most TABLE_BYTES, or as much as q and k if these are larger, up to STRIP_BYTES: 1/16 byte
-    per logit, with square=True 1/8. Tiles of 64 (32) instead of 128 columns need 2 (4) times as much.
+    Tables take at most TABLE_BYTES, or the size of q and k if larger (up to STRIP_BYTES). A logit takes 1/16
+    byte, or 1/8 with square=True; this is 2 (4) times as much if tiles have 64 (32) instead of 128 columns.
     """
     (n, d), m = q.shape, k.shape[0]
     logits = max(TABLE_BYTES, min((n + m) * d * q.element_size(), STRIP_BYTES)) * (8 if square else 16)

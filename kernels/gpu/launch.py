@@ -35,7 +35,7 @@ class Temperature(NamedTuple):
 
 class KernelMask(NamedTuple):
     """The mask and the temperature as kernel arguments. Fields from row_ids to phi are those of masks.Mask;
-    the constexpr EXCLUDE is its field exclude. Triton compiles no code for a field that is None."""
+    the constexpr EXCLUDE is Mask.exclude. For a field that is None, Triton compiles no code."""
     row_ids: Any
     column_ids: Any
     row_groups: Any
@@ -105,7 +105,7 @@ def check_device(q):
 
 
 def aligned_rows(x):
-    """Return x if its rows are contiguous and aligned and 16 divides D; else such a copy, padded with zeros.
+    """Return x if its rows are contiguous and aligned and 16 divides D; else copy it and pad with zeros.
 
     Kernels and descriptors read 16 bytes at a time, from aligned addresses. Zeros do not change dot products.
     If products use TF32, float32 rows are always copied, and rounded to TF32. Without the rounding, tensor
@@ -187,8 +187,8 @@ COMPILED = {}      # {what Triton specialises a kernel on: (compiled kernel, nam
 def launch(kernel, grid, *arguments, **keywords):
     """Do what kernel[grid](*arguments, **keywords) does; the first argument is a tensor.
 
-    The first launch with a key lets Triton compile the kernel. Later ones call the compiled kernel, which
-    takes the host less time than Triton's own search for it.
+    The first launch with a key (see kinds) makes Triton compile the kernel. Later launches get the compiled
+    kernel from COMPILED. This takes the host less time than Triton's own search for the compiled kernel.
     """
     if INTERPRETED:
         kernel[grid](*arguments, **keywords)

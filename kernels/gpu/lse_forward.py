@@ -13,11 +13,11 @@ If column sums are needed too, sums_kernel also writes two numbers per column. m
 m_i = max_J m[J, i] and l_i = Σ_J l[J, i] exp2(m[J, i] − m_i) for each row. Both m and l are stored, because
 in the sum m + log2 l, a large m would round off digits of log2 l.
 
-If both rows and columns need sums, or with self-similarity, one shift replaces all m for more than
-SHIFT_LOGITS logits (shift.py), and row_stats_kernel computes those rows and columns again whose sums
-underflowed. With self-similarity, column sums of tile (I, J) are row sums of tile (J, I), so only one of the
-two is computed. Large matrices are computed block by block, so that tables stay small. The order of all sums
-is fixed (there are no atomics), so the same input gives the same bits.
+With column sums or self-similarity, one shift replaces all m (shift.py) if there are more than SHIFT_LOGITS
+logits. row_stats_kernel then computes rows and columns again if their sums underflowed. With self-similarity,
+column sums of tile (I, J) are row sums of tile (J, I), so only one of these two tiles is computed. Large
+matrices are computed block by block, so that tables stay small. The order of all sums is fixed (there are no
+atomics), so the same input gives the same bits.
 
 The softmax loss compares lse_i with the logit of the positive of row i. The mask excludes the positive from
 lse_i, and mask_tile stores the dot product of the positive:
@@ -83,8 +83,8 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
 
     ROW_TABLE     (2, column tiles, height): entry [:, J, i] is m and l of row first_row + i in column tile J
     COLUMN_TABLE  None or (2, row tiles, width): [:, I, j] is m and l of column first_column + j in row tile I
-    E             output (height, width), padded to whole tiles, for exp2(s − m); or None. If E
-                  and SHIFT are given, do nothing if SHIFT is 0 (with MAXIMA) or not 0 (without MAXIMA)
+    E             output (height, width), padded to whole tiles, for exp2(s − m); or None. If E and SHIFT are
+                  given, MAXIMA=True does nothing if SHIFT is 0, and MAXIMA=False does nothing if it is not
     MAXIMA        True: m is the maximum of a row (or column) of the tile; False: m is the number SHIFT
     TRIANGLE      True: a diagonal block of a self-similarity (tiles.tile_at); COLUMN_TABLE is ROW_TABLE
     """
@@ -131,8 +131,8 @@ def sums_kernel(ROW_TABLE, COLUMN_TABLE, E, POSITIVE, SHIFT, tiles, first_row, f
 def row_stats_kernel(STATS, SHIFT, COMMON_M, Q, K, MASK, N, M, SHAPE, EXCLUDE: tl.constexpr,
                      PRECISION: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Replace m and l in STATS (2, N), sums with this SHIFT, of the rows whose l underflowed: compute these
-    rows again, with their maxima as m. If there are such rows, set COMMON_M to ∞."""
+    """STATS (2, N) has m = SHIFT and l of each row. If l of a row underflowed, compute this row again, with
+    its maximum as m, and replace m and l. If there are such rows, set COMMON_M to ∞."""
     row, scale = tl.program_id(0) * BLOCK_N, log2e_over_tau(MASK)
     rows = row + tl.arange(0, BLOCK_N)
     old_l = tl.load(STATS + N + rows, mask=rows < N, other=1.0)
@@ -158,10 +158,10 @@ def row_stats_kernel(STATS, SHIFT, COMMON_M, Q, K, MASK, N, M, SHAPE, EXCLUDE: t
 def merge_stats_kernel(STATS, LSE, SIDES_OUT, LOSS, TABLE, POSITIVE, WEIGHTS, MASK, weight, tiles, count,
                        l_offset, side_count, side_stride, SIDES: tl.constexpr, OVERWRITE: tl.constexpr,
                        TILES_AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """Merge the m and l of a row i in all tiles, TABLE[side, :, :, i], into STATS[side, :, i], for all rows.
+    """For each row i, merge m and l of all tiles, TABLE[side, :, :, i], into STATS[side, :, i].
 
-    If LSE is given, write the lse of each row to it. If LOSS is given, write each program's part of the loss
-    to it, and write a SoftmaxSide per side to SIDES_OUT: three vectors, side_stride elements apart.
+    LSE gets the lse of each row, if given. LOSS gets each program's part of the loss, if given. With LOSS,
+    SIDES_OUT gets a SoftmaxSide per side: three vectors, side_stride elements apart.
     OVERWRITE  True: ignore the old content of STATS
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -220,7 +220,7 @@ def softmax_loss_forward(call, both, weights):
 
 
 def forward(call, both=False, loss=False, weights=None):
-    """Return (lse or loss, stats (1 or 2, 2, N), sides or None, COMMON_M or None) of the functions above."""
+    """Return (lse or loss, stats (1 or 2, 2, N), sides or None, COMMON_M or None) for the functions above."""
     check_device(call.q)
     call, triangle = aligned(call), call.k is None
     n, m = call.q.shape[0], call.keys.shape[0]                     # m is the number of keys

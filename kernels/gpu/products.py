@@ -1,8 +1,8 @@
 """Multiply weights W by k and q, and turn the sums into gradients.
 
-gradient.py, sigmoid.py and fused_forward_backward.py compute W. It may be large, so only one block of W is
-stored at a time: in the first two files at most WEIGHT_BUFFER_BYTES (heuristics.py), 8192 × 8192 weights in a
-half type. cuBLAS computes the products, with float32 sums:
+gradient.py, sigmoid.py and fused_forward_backward.py compute W. W may be large, so only one block of W is
+stored at a time. In gradient.py and sigmoid.py, a block takes at most WEIGHT_BUFFER_BYTES (heuristics.py):
+8192 × 8192 weights in a half type. cuBLAS computes the products, with float32 sums:
 
                columns J                          for each block of rows I, each block of columns J:
             ┌──────────────┐                          W      = kernel(q_I, k_J)     in q's dtype
@@ -74,8 +74,8 @@ def finish_gradient_kernel(DX, DOT, SUM, FACTOR, SHIFT, X_SIDE, Y_SIDE, MASK, N,
 def gradient_sums(call, needs):
     """Return two uninitialised float32 tensors: (N, D) for Σ_j w_ij k_j and (M, D) for Σ_i w_ij q_i.
 
-    A tensor that is not needed is empty. The first one is also needed for dτ. With self-similarity it holds
-    the whole gradient, and the second one is empty.
+    A tensor that is not needed is empty. The first tensor is also needed for dτ. With self-similarity, the
+    first tensor holds the whole gradient, and the second tensor is empty.
     """
     (n, d), device = call.q.shape, call.q.device
     counts = n if needs[0] or needs[2] else 0, len(call.k) if needs[1] and call.k is not None else 0
@@ -117,8 +117,8 @@ def finish_gradients(sums, call, sides, scaling, needs_dot, shift=None):
 
     The list is emptied, so that sums_q can be freed before dk is allocated.
     call   has q and k in the dtype of products
-    shift  0-dim tensor: if it is 0, sums_q lacks the factors sides.rows.factor, so multiply its rows by them.
-           None: sums_q contains these factors
+    shift  0-dim tensor or None. If its value is 0, row i of sums_q must still be multiplied by
+           sides.rows.factor[i]. In all other cases, sums_q contains these factors
     """
     dq, dot = finish_side(sums.pop(0), call, sides, scaling, needs_dot, shift)
     dk, _ = finish_side(sums.pop(), swapped(call), sides.swapped(), scaling)

@@ -1,7 +1,7 @@
 """The queue loss of MoCo and its gradient in one pass. The keys in the queue get no gradient.
 
     lse_i = log Σ_j exp(q_i·k_j / τ) over the keys k_j of the queue      p_ij = exp(q_i·k_j / τ − lse_i)
-    o_i = Σ_j p_ij k_j, the gradient of lse_i with respect to q_i, times τ
+    o_i = Σ_j p_ij k_j. The gradient of lse_i with respect to q_i is o_i / τ
 
 o_i is the output of attention for query q_i, with the keys also as values. So the loop that computes lse can
 compute o too, with 4 N·M·D operations in all. A separate backward pass would compute logits again: 6 N·M·D

@@ -57,8 +57,8 @@ def largest(X, count, BLOCK: tl.constexpr):
 
 @kernel
 def shift_kernel(SHIFT, COMMON_M, NORMS, MASK, tiles, count, BLOCK: tl.constexpr):
-    """Compute r from NORMS (see norms_kernel), of which `tiles` belong to q, and `count` to k (0: q is k).
-    Write r to SHIFT and COMMON_M."""
+    """Compute r and write it to SHIFT and COMMON_M. NORMS (see norms_kernel) has `tiles` norms of q, then
+    `count` norms of k. count = 0 means that k is q."""
     of_q = largest(NORMS, tiles, BLOCK)
     of_k = tl.where(count > 0, largest(NORMS + tiles, count, BLOCK), of_q)
     r = tl.maximum(of_q * of_k * tl.abs(log2e_over_tau(MASK)) * NORM_MARGIN - MAX_LOG2_TERM, 0.0)
@@ -68,7 +68,7 @@ def shift_kernel(SHIFT, COMMON_M, NORMS, MASK, tiles, count, BLOCK: tl.constexpr
 
 @triton.jit
 def largest_norm(X, row, count, features, row_stride, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the largest norm of BLOCK_N rows of X (count, features), from this row on."""
+    """Return the largest norm of BLOCK_N rows of X (count, features), from the row with index `row` on."""
     squares = tl.zeros((BLOCK_N,), tl.float32)
     for d in range(0, features, BLOCK_D):
         x = load_tile(X, row, d, count, features, row_stride, BLOCK_N, BLOCK_D)

@@ -82,7 +82,7 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 
 
 def sigmoid_loss(call, bias, needs, grad=None):
-    """Return (loss, dq, dk, dτ, db). Unneeded ones are empty or None; dq is also computed for dτ."""
+    """Return (loss, dq, dk, dτ, db). Unneeded dq, dk are empty, unneeded dτ is None; dτ also needs dq."""
     check_device(call.q)
     given, sums = call.rounded, gradient_sums(call, needs)
     padded = aligned(given)

@@ -161,7 +161,7 @@ def exp2_scaled(qk, scale, m):
 
 @triton.jit
 def finite_max(m):
-    """Return m, but 0 for −∞ (a row with no column kept) and 3e38 for ∞: so s − m is never ∞ − ∞ = NaN."""
+    """Replace m = −∞ (all columns excluded) by 0, and m = ∞ by 3e38. So s − m is never ∞ − ∞ = NaN."""
     return tl.where(m == float("-inf"), 0.0, tl.where(m == float("inf"), 3e38, m))
 
 
@@ -301,8 +301,8 @@ def count_steps(tiles, D, BLOCK_D: tl.constexpr):
 
     Program p computes tiles p, p + num_programs, and so on. One loop runs over the features of all its tiles,
     so that loads for a tile overlap with the end of the previous tile. When a tile is complete, a kernel must
-    use qk before any branch, so that it waits for the tensor cores only once per tile. With a branch before
-    this use, it would wait after each tensor core instruction, and ptxas -v would print a warning.
+    use qk before any branch. The kernel then waits for the tensor cores only once per tile. If a branch came
+    first, the kernel would wait after each tensor core instruction, and ptxas -v would print a warning.
     """
     return tl.cdiv(tl.maximum(tiles - tl.program_id(0), 0), tl.num_programs(0)) * tl.cdiv(D, BLOCK_D)
 
