@@ -12,14 +12,14 @@ data are N texts x_n with labels y_n. p is --reserve-p. --mode none is plain Ada
     torchrun --nproc-per-node 4 childtuning.py --data cola.tsv --dev cola_dev.tsv
     python childtuning.py --evaluate --model out/childtuning --data cola_dev.tsv
 
-The paper trains each mode with ten seeds. These commands do the same; docs/results.md prints the means:
+The paper trains each mode with ten seeds, as these commands do. docs/results.md has code for the means:
     for mode in none F D; do for seed in 42 43 44 45 46 47 48 49 50 51; do
       python childtuning.py --data rte.tsv --dev dev.tsv --mode $mode --seed $seed --out out/rte/$mode-$seed
     done; done
 
-Data: .csv .tsv .json .jsonl .parquet with one or two columns of texts, and one of labels. --columns names
-them in this order; its help has the default. A label may be any text. If all labels are numbers, and some
-have a decimal point, the task is regression.
+Data: .csv .tsv .json .jsonl .parquet with one or two columns of texts, and one column of labels. --columns
+names these columns in this order; see --help for its default. A label may be any text. If all labels are
+numbers, and some of them have a decimal point, the task is regression.
 
 Published result: the mean dev score on CoLA, RTE, MRPC and STS-B (GLUE) is 1.5 to 8.6 points above that of
 plain AdamW, depending on the model. In general, mode D is at least as good as mode F. The authors' settings
@@ -75,8 +75,8 @@ def make_parser():
     add("--fisher-clip", type=at_least(0),
         help="norm to which Fisher gradients are clipped; 0: off; default 0 (paper), or 1 with --form code")
     add("--child-filter",
-        help="mode D masks only weights whose names contain NAME, and trains the others in full; default all "
-             "weights but the head's; with --form code, NAME is layer")
+        help="in mode D, mask only the weights whose names contain NAME; train all other weights fully; "
+             "default all weights except the head's; with --form code, the default NAME is layer")
     add("--warmup-ratio", group="training", type=ratio,
         help="fraction of the steps for warm-up; default 0.1 (paper), or 0 for F and D with --form code")
     return parser
@@ -315,7 +315,7 @@ def find_child(model, rows, args):
 
 
 def make_optimizer(model, args):
-    """Return the optimizer of --mode. In mode D it has no masks yet: main adds those of find_child."""
+    """Return the optimizer of --mode. In mode D, it has no masks: main later adds the masks of find_child."""
     generator = torch.Generator(model.device).manual_seed(args.seed)
     return ChildTuningAdamW(decay_groups(model, args.weight_decay), args.lr, eps=1e-8, mode=args.mode,
                             reserve_p=args.reserve_p, masks={} if args.mode == "D" else None,
@@ -323,7 +323,7 @@ def make_optimizer(model, args):
 
 
 def warmup_steps(args, total):
-    """Return the number of warm-up steps: by default a tenth of all, or 0 in modes F and D of --form code."""
+    """Return the number of warm-up steps: by default 1/10 of all, or 0 with --form code and mode F or D."""
     fraction = args.warmup_ratio
     if fraction is None:
         fraction = 0.0 if args.form == "code" and args.mode != "none" else 0.1

@@ -34,7 +34,7 @@ Departures from the released code, for both values of --form:
 - The released code puts one space between any two words; this script keeps the spaces as they are.
 - The released code takes inflected and random words from other packages; this script takes them from WordNet.
 - The released code keeps rows in which a copy equals the original; this script skips them.
-- The released code averages losses over the tokens of each GPU; this script averages over those of all GPUs.
+- The released code averages losses over each GPU's tokens; this script averages over the tokens of all GPUs.
 - The released script starts from random weights; this script starts from --model.
 --form code follows the released code in all other points:
     vector of a text    tanh(W h + b) instead of h
@@ -90,7 +90,7 @@ def make_parser():
     add("--antonym-rate", type=ratio,
         help="largest share of words replaced in antonym texts; default 0.2 (paper), or 0.5 with --form code")
     add("--held-out-rows", group="evaluation", type=at_least(0, int),
-        help="rows at the end of --data, kept for evaluation only; default 1/20 of all rows, at most 1000")
+        help="number of last rows of --data, for evaluation only; default 1/20 of all rows, at most 1000")
     return parser
 
 
@@ -126,8 +126,8 @@ def load_data(path, args):
 def make_batch(rows, model):
     """Divide the texts of rows (from tokenise_triples) into groups of similar length, and pad each group.
 
-    Return [(places (n,), ids, mask, labels, targets (n, L))], one entry per group of n texts. places index
-    [*originals, *synonym texts, *antonym texts]. labels: RTD's class of each token, −100 if RTD ignores it.
+    Return [(places (n,), ids, mask, labels, targets (n, L))], one entry per group of n texts. places:
+    indices in [*originals, *synonym texts, *antonym texts]. labels: RTD class of each token; −100: ignored.
     targets: original ids of masked tokens, else −100. Only originals are masked, and only in training.
     """
     originals, synonyms, antonyms, synonym_labels, antonym_labels = zip(*rows)
@@ -263,7 +263,7 @@ def encode(model, batch):
 
 
 def scale_to_global_means(means, counts):
-    """Multiply each mean by its count / the count of all ranks. The sum over all ranks is the global mean."""
+    """Multiply each mean by this rank's count / all ranks' count. The sum over ranks is the global mean."""
     own = torch.tensor(counts, dtype=torch.float32, device=means[0].device)
     total = own.clone()
     if dist.is_initialized():
@@ -299,7 +299,7 @@ def evaluate_triples(model, rows, args):
 
 
 def evaluate_and_save(model, held_out, run, args):
-    """Score the held-out rows, and save the model: the last one is kept, not the best (released code)."""
+    """Score the held-out rows, and save the model. The last model is kept, not the best (released code)."""
     scores = evaluate_triples(model, held_out, args) if held_out else {}
     if run.should_save(scores):
         save(model, run)
@@ -309,7 +309,7 @@ def evaluate_and_save(model, held_out, run, args):
 
 
 def run_evaluation(model, tokens, args):
-    """--evaluate: score all triples of --data, without RTD, because its head is not saved with a model."""
+    """--evaluate: score all triples of --data. There is no RTD score, because the RTD head is never saved."""
     if not tokens:
         fail(f"{args.data}: no row has a replaced word both in the synonym copy and in the antonym copy")
     scores = evaluate_triples(model, tokens, args)

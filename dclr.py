@@ -17,8 +17,8 @@ steps of length β along the gradient of Σ_i log Σ_k exp(cos(z1_i, n_k) / τ_u
     torchrun --nproc-per-node 4 dclr.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv
 
 Data: a .txt file with one sentence per line, or one column of a .csv .tsv .json .jsonl or .parquet file.
---dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
-hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: sentence pairs with scores (sentence1, sentence2, score) or retrieval data (query, positive,
+optional hard negatives; MRR@10). The best checkpoint on --dev is kept; without --dev, the last checkpoint.
 
 Published result of the released code (the third command with --form code): BERT-base reaches a mean
 Spearman × 100 of 77.22 on seven STS test sets (SimCSE: 76.25). No result is published for --form paper.
@@ -34,7 +34,7 @@ Departures from the released code:
   - With several GPUs, the released code divides the gradient by the number of GPUs; this script does not.
   - The released code attends to padding in training; this script masks padding.
   - The released code runs the guide with dropout; this script runs the guide without dropout.
-  - The released code's threshold for the guide's cosine is 20 φ τ (φ if τ = 0.05); this script's is φ.
+  - The released code's threshold for the guide's cosine is 20 φ τ; this script's is φ (equal if τ = 0.05).
   - The released code selects the checkpoint on STS-B and SICK-R; this script selects by the --dev score.
 --form code follows the released code in three other points:
   - The loss is the mean over anchors i and keys j of −log q_ij if j = i, else of −log(1 − q_ij). The keys
@@ -76,13 +76,13 @@ def make_parser():
         epochs=(None, "3 (paper), 4 with --model scratch"),
         lr=(None, "3e-5 (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--phi", type=at_least(-1, most=1), default=0.9,
-        help="φ: sentences with a guide cosine ≥ φ to an anchor are not its negatives; default 0.9 (paper)")
+        help="φ: a sentence whose guide cosine with the anchor is ≥ φ is not a negative; default 0.9 (paper)")
     add("--noise-per-sentence", type=at_least(0), default=1.0,
-        help="noise negatives per sentence of the batch; default 1 (paper)")
+        help="number of noise negatives per sentence of the batch; default 1 (paper)")
     add("--noise-steps", type=at_least(0, int), default=4,
-        help="gradient-ascent steps that move the noise; default 4 (paper)")
+        help="number of gradient-ascent steps that move the noise vectors; default 4 (paper)")
     add("--noise-step-size", type=at_least(0), default=1e-3,
-        help="β, length of one noise step; default 1e-3 (released code)")
+        help="β, length of one gradient-ascent step; default 1e-3 (released code)")
     add("--noise-temperature", type=at_least(1e-4),
         help="τ_u, temperature in the gradient ascent of the noise; default --temperature (released code)")
     add("--guide", group="model", reads="model", default="princeton-nlp/unsup-simcse-bert-base-uncased",
@@ -123,8 +123,8 @@ def build_model(args, run):
 
 
 def build_guide(args, run):
-    """Return the guide, frozen and in eval mode. It embeds as the settings of its checkpoint say. Without
-    such settings, the embedding is the output of the pretrained pooler, if there is one (released code)."""
+    """Return the guide, frozen and in eval mode. The settings in its checkpoint define its embedding. Without
+    settings, the embedding is the output of the pretrained pooler, if the model has one (released code)."""
     guide_args = argparse.Namespace(model=args.guide, evaluate=True)
     guide = build_encoder(guide_args, run, flag="--guide")
     if guide.pooler is not None and read_saved_settings(args.guide, "--guide").pooling is None:
@@ -180,8 +180,8 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     noise      (K, D) starting points, for example from torch.randn; K may be 0
     step_size  β, length of one step. A row with gradient 0 does not move (in the released code it becomes 0)
     form       "paper": maximises Σ_i log Σ_k exp(cos(z1_i, n_k) / τ) | "code": Σ_k also includes all z2_j
-    all_reduce None on one rank; torch.distributed.all_reduce on several ranks. With several ranks, z1 has
-               the anchors of this rank, z2 the positives of all ranks, and all ranks must pass equal noise
+    all_reduce None on one rank; torch.distributed.all_reduce on several ranks. In this case, z1 has this
+               rank's anchors, z2 has the positives of all ranks, and all ranks must pass the same noise
     source     Zhou et al. 2022, noise-based negatives
     """
     check_rows(z1=(z1, "N D"), z2=(z2, "N D" if all_reduce is None else "m D"), noise=(noise, "k D"))
@@ -242,9 +242,9 @@ def instance_weights(f1, f2, phi, *, offset=0):
 
 
 def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
-    """Return the released code's loss, the mean over i and j of −log q_ij if j = i, else of −log(1 − q_ij).
+    """Return the released code's loss, the mean over i and j of −log q_ij if j = i, else −log(1 − q_ij).
 
-    q_i is the softmax of w_ij s_ij over keys j. A weight of 0 makes a logit 0: its key adds exp(0) = 1 to the
+    q_i is the softmax of w_ij s_ij over keys j. If w_ij = 0, the logit is 0, and key j adds exp(0) = 1 to the
     denominator. The q of the largest negative may round to 1, so 1 − q is computed as the sum of the other q.
     """
     def block(z1, keys, start, end):       # returns the sum of the losses over anchors start:end and all keys

@@ -27,11 +27,11 @@ Data: .json .jsonl .csv .tsv .parquet, one row per sentence and entity. Columns 
     text (sentence)                  required
     positive_entity (entity)         required
     negative_entity                  candidates for hard negatives: a JSON list, or titles separated by |
-    entity_type                      types of the entity, separated by |. Without negative_entity, one type is
-                                     drawn at random: its entities that are not on the page are candidates
+    entity_type                      types of the entity, separated by |. Without negative_entity, candidates
+                                     are the entities of one of these types (random) that are not on the page
     page (article, origin_entity)    page of the sentence; without this column, each text is its own page
---dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
-hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: sentence pairs with scores (sentence1, sentence2, score) or retrieval data (query, positive,
+optional hard negatives; MRR@10). The best checkpoint on --dev is kept; without --dev, the last checkpoint.
 
 Published results of the released code (second command with --form code), mean Spearman of seven STS sets:
 BERT-base 77.0 (SimCSE 76.25), RoBERTa-base 76.8 (SimCSE 76.57). No result is published for --form paper.
@@ -86,10 +86,10 @@ def make_parser():
     parser.add_shared("--hard-negative-weight", shown="0 (paper), 1 with --form code",
                       type=at_least(-5, most=80))              # exp(weight) must not overflow
     add("--equal-entities", choices=("mask", "keep"),
-        help="mask or keep negatives that are the sentence's own entity; default mask, keep with --form code")
+        help="mask or keep negatives equal to the sentence's own entity; default mask, keep with --form code")
     add("--negative-group-size", type=at_least(1, int),
-        help="divide each GPU's rows into groups of this many rows; a sentence's negatives come from its "
-             "group; default the whole batch, 8 with --form code")
+        help="number of rows in a group: each GPU divides its rows into groups, and negatives come from the "
+             "sentence's own group; default the whole batch, 8 with --form code")
     add("--entity-vectors", group="model", reads="vectors",
         help="initial entity vectors E: a text file of Wikipedia2Vec, also .gz or .bz2; default random")
     add("--entity-map", group="model", choices=("linear", "tanh", "none"),

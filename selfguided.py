@@ -9,21 +9,21 @@ the weights of T and F, λ is the weight of a regulariser, τ is the temperature
 
     L = mean over i, k of −log( φ(c_i, h_ik) / ( φ(c_i, h_ik) + Σ_{j≠i} Σ_n φ(c_i, h_jn) ) ) + λ ‖θ_T − θ_F‖²
 
-This is --objective opt3. The others use one view h_i per sentence, from a layer sampled at each step:
+This is --objective opt3. Other objectives use one view h_i per sentence, from a layer sampled at each step:
     opt2    the negatives of c_i are the views h_j of all other sentences j
     opt1    the negatives of c_i are h_j and c_j of all other sentences j
-    base    as opt1, but each h_i is an anchor, too, with the positive c_i and the same negatives (NT-Xent)
+    base    opt1's loss, and the same loss with the anchors h_i and the positives c_i (together: NT-Xent)
 
     python selfguided.py --data stsb-all.tsv --dev stsb-dev.tsv --test stsb-test.tsv
     torchrun --nproc-per-node 4 selfguided.py --data wiki.txt --dev stsb-dev.tsv --batch-size 64
     python selfguided.py --evaluate --model out/selfguided --test stsb-test.tsv
 
 Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file with one sentence per
-cell. The script reads --columns, or else sentence1 and sentence2, or else all columns but numbers and ids.
-A file of scored pairs also works: its scores are ignored. The authors train on all sentences of STS-B,
-including its test sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
---dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
-hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
+cell. The script reads --columns, else sentence1 and sentence2, else all columns that have more than numbers
+and ids. Scores of sentence pairs are ignored. The authors train on all sentences of STS-B, including its test
+sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
+--dev and --test: sentence pairs with scores (sentence1, sentence2, score) or retrieval data (query, positive,
+optional hard negatives; MRR@10). The best checkpoint on --dev is kept; without --dev, the last checkpoint.
 
 Published Spearman correlation (times 100) of BERT-base with the first command: 77.23 on STS-B test, and 74.62
 on average over seven STS test sets.
@@ -140,8 +140,8 @@ def build_model(args, run):
 def selfguided_loss(c, h, temperature=0.01, objective="opt3", *, gathered=None, offset=0, impl="auto"):
     """Return the contrastive loss, without the regulariser: a mean over all pairs (anchor, positive).
 
-    c            (B, D) projected [CLS] vectors of any norm, float type as h; a zero vector has cosine 0
-    h            (B, D) or (B, L, D) views, one or L per sentence, after the projection head; L > 1: opt3 only
+    c            (B, D) projected [CLS] vectors, any norm, float type of h; cosines of a zero vector are 0
+    h            (B, D) or (B, L, D) projected views, one or L per sentence; L > 1 is only allowed for opt3
     objective    "base"  anchors c_i (positive h_i) and h_i (positive c_i), negatives c_j and h_j, j ≠ i
                  "opt1"  anchors c_i, positives h_i, negatives c_j and h_j
                  "opt2"  anchors c_i, positives h_i, negatives h_j

@@ -4,7 +4,7 @@ al., NeurIPS 2020, arXiv 2004.11362.
 
 An encoder and a projection head map two random views of each image to two vectors z. Training pulls the two
 vectors together and pushes them away from the vectors of all other images. After training, the projection
-head is dropped. N images have 2N views; view i' is the other view of view i's image. With u = z / |z|, the
+head is dropped. N images have 2N views; views i and i' are the two views of one image. With u = z / |z|, the
 temperature τ and s(i, j) = u_i·u_j / τ, the loss (NT-Xent) is
     L = 1/2N Σ_i [ −s(i, i') + log Σ_{j≠i} exp s(i, j) ]
 
@@ -19,9 +19,9 @@ docs/more/simclr_v2.py has the other stages of SimCLR v2: fine-tuning and distil
 Data, one of:
     folder    images of any size, with sub-folders as labels; or CIFAR's python batches
     .npz      images, test_images (uint8, N x H x W x 3), labels, test_labels
-Image files are decoded (large JPEGs smaller) when needed; views are cropped, then resized.
+Image files are decoded when needed, large JPEGs at a reduced size. Views are cropped, then resized.
 
-Published test accuracies, with the flags that come closest to each setup; none is published for the defaults:
+Published test accuracies, with the flags closest to each setup. No accuracy is published for the defaults:
     CIFAR-10    about 91 % linear           --recipe cifar
                 83.2 % kNN, 85.6 % linear   --optimizer sgd --lr 0.06 --warmup-epochs 0 --weight-decay 5e-4
                                             --crop 0.2 --grey 0.1 (dkobak/simclr-cifar10, head 512-1024-128)
@@ -69,7 +69,7 @@ RECIPES = {
         warmup_epochs=10, head_layers=3, form="code", colour=0.5, blur=0.0)),
     "v2": Recipe("ImageNet, SimCLR v2", IMAGENET | dict(epochs=800,
         lr=0.1, lr_scaling="sqrt", weight_decay=1e-4, warmup_epochs=40, head_layers=3, form="code")),
-    "supcon": Recipe("CIFAR-10, τ, crop, SGD of SupCon; lr and decay fit a loss without τ / 0.07", dict(
+    "supcon": Recipe("CIFAR-10; SupCon's τ, crop, SGD; lr and decay for a loss without factor τ / 0.07", dict(
         supervised=True, temperature=0.1, optimizer="sgd", lr=0.18, weight_decay=7e-5, crop=0.2))}
 
 
@@ -96,7 +96,7 @@ def make_parser():
     add("--projection-dim", group="model", type=at_least(1, int), default=128,
         help="output dimension of the projection head; default 128 (paper)")
     add("--supervised", action="store_true",
-        help="train with the SupCon loss; --recipe supcon also has most settings of SupCon's command")
+        help="train with the SupCon loss; --recipe supcon sets this flag and most flags of SupCon's command")
     parser.add_shared_flags("--ring")
     parser.add_recipes(RECIPES)
     add("--optimizer", group="training", choices=("lars", "sgd"), default="lars",
@@ -221,7 +221,7 @@ def sup_con_loss(features, labels=None, temperature=0.1, base_temperature=None, 
 
     features          (N, V, D) projections of V views of N images, any float type and norm
     labels            (N,) integers: positives are other views with the same label; None: of the same image
-    base_temperature  multiply the loss by temperature / base_temperature (released code: 0.07); None: by 1
+    base_temperature  factor of the loss: temperature / base_temperature (released code: 0.07); None: 1
     gathered          (features (M, V, D) with gradient, labels (M,)) of all ranks; None: there is one process
     offset            index in `gathered` of this rank's first row
     returns           scalar: float64 for float64 inputs, else float32; a view without positives counts as 0

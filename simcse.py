@@ -8,22 +8,22 @@ negative. For N anchors z1_i with positives z2_i and, if there are any, hard neg
     L = 1/N Σ_i [ −s(z1_i, z2_i) + log( Σ_j exp s(z1_i, z2_j) + Σ_j α^[i=j] exp s(z1_i, z3_j) ) ]
 
 s(a, b) is cos(a, b) / τ with the temperature τ. The weight α^[i=j] is α for the anchor's own hard negative
-and 1 for all others; the flag --hard-negative-weight is w = log α. Without hard negatives it has no effect.
+and 1 for all others. --hard-negative-weight is w = log α; without hard negatives, this flag has no effect.
 
     python simcse.py --model scratch --data tests/data/nli.csv --dev tests/data/sts.tsv
     python simcse.py --data wiki1m_for_simcse.txt --dev stsb-dev.tsv --out out/unsupervised
     torchrun --nproc-per-node 4 simcse.py --data nli_for_simcse.csv --dev stsb-dev.tsv --out out/supervised
 
-Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file. Its columns are given
-by --columns, or by a header with common names (sent0 sent1 hard_neg, query positive negative_1 ...), or by
-their order. The number of columns decides the kind of training:
+Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file. The script finds the
+columns by --columns, else by common names in a header (sent0 sent1 hard_neg, query positive negative_1 ...),
+else by their order. The number of columns decides the kind of training:
     1 column   unsupervised                     I ate an apple.
     2 columns  anchor, positive                 I ate an apple.,Someone ate fruit.
     3 columns  anchor, positive, hard negative  I ate an apple.,Someone ate fruit.,Nobody ate.
     4 or more  with several hard negatives      I ate an apple.,Someone ate fruit.,Nobody ate.,I ate a pear.
 A JSON row with lists, {"query": "q", "pos": ["a", "b"], "neg": ["c", "d"]}, is read as one row per positive.
---dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
-hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: sentence pairs with scores (sentence1, sentence2, score) or retrieval data (query, positive,
+optional hard negatives; MRR@10). The best checkpoint on --dev is kept; without --dev, the last checkpoint.
 
 Published results of BERT-base (Spearman × 100), for the second and the third command:
     unsupervised    82.5 on STS-B dev    76.25 as the mean of seven STS test sets
@@ -70,8 +70,8 @@ def make_parser():
         epochs=(None, "3, or 1 if unsupervised (paper), 4 with --model scratch"),
         lr=(None, "5e-5, 3e-5 if unsupervised (paper), 2e-3 with --model scratch; linear decay to 0"))
     add("--ignore-equal", action="store_true",
-        help="leave out negatives that mean the same as the anchor: within a batch, a text means the same as "
-             "its copies and positives, as the copies and positives of these, and so on; default off (paper)")
+        help="leave out negatives that mean the same as the anchor. Texts of a batch mean the same if they "
+             "are equal, anchor and positive of one row, or linked through other texts; default off (paper)")
     add("--mlm-weight", type=at_least(0), default=0.0,
         help="weight of the masked-LM loss; 0: off; default 0 (paper; its variant with this loss has 0.1)")
     add("--dropout", type=at_least(0, most=0.999), group="model",
@@ -123,10 +123,10 @@ def build_model(args, run):
 
 def simcse_loss(z1, z2, z3=None, temperature=0.05, hard_negative_weight=0.0, *, offset=0, ids=None,
                 impl="auto"):
-    """Return the mean loss of N anchors. Embeddings have one float type and any norm; they are normalised.
+    """Return the mean loss of N anchors. Embeddings of one float type and any norm are normalised here.
 
     z1                    (N, D) anchors; a zero vector has cosine 0 with every vector
-    z2                    (M, D) positives of all ranks' anchors, or RingRows; row offset + i is that of z1_i
+    z2                    (M, D) positives of all ranks, or RingRows; row offset + i is the positive of z1_i
     z3                    (M, D) or (M, n, D) hard negatives, one or n per row of z2, or RingRows; None: none
     hard_negative_weight  w = log α, added to the logits of the anchor's own hard negatives
     offset                row of z2, z3 and ids that belongs to this rank's first anchor

@@ -17,8 +17,8 @@ positions chosen for masking, j runs over all positions of the sequence of i, an
 Data (--data, --dev): one sentence per line, a blank line between documents. The first two commands make
 such files. An evaluation on --dev reports the three losses and two other scores:
     accuracy            percentage of masked positions i where t_i is the teacher's vector nearest to s_i
-    token similarity    mean cosine of two tokens of a sentence, for each layer, in two versions: a mean over
-                        sentences without [CLS] and [SEP], and one over token pairs with both (paper's figure)
+    token similarity    mean cosine of two tokens of a sentence, for each layer. There are two versions: a
+                        mean over sentences without [CLS] and [SEP]; a mean over token pairs with both (paper)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
 Published results of bert-base-uncased, before → after TaCL's training on English Wikipedia (our defaults).
@@ -29,8 +29,8 @@ Each model was fine-tuned with the example scripts of transformers. EM is the ra
 They are results of the released code (--form code). No result is published for --form paper.
 
 Departures:
-- In the released code, j also runs over padding up to --max-length; in this script only with --form code.
-- The paper sums over i, the released code averages on each GPU; this script averages over the whole batch.
+- In the released code, j also runs over padding up to --max-length; here, j does so only with --form code.
+- The paper sums over i; the released code averages on each GPU; this script averages over the whole batch.
 - The released code's teacher has dropout; this script's teacher has none (see docs/fidelity.md).
 - The released code makes all pairs once, in memory; this script makes new pairs in every pass over the data.
 """
@@ -77,7 +77,7 @@ def make_parser():
     add("--shuffle-buffer", group="data", type=at_least(2, int), default=10_000,
         help="number of documents whose sentence pairs are shuffled together; default 10000")
     add("--teacher", group="model", reads="model",
-        help="teacher model; default --model itself (paper); needs --model's hidden size and vocabulary")
+        help="teacher model; default --model (paper); both need the same hidden size and the same vocabulary")
     add("--contrastive-weight", type=at_least(0), default=1.0,
         help="weight of the contrastive loss; 0: off; default 1 (paper)")
     add("--similarity", choices=("cosine", "dot"), default="cosine",
@@ -85,7 +85,7 @@ def make_parser():
     add("--grad-accum", group="training", type=at_least(1, int), default=1,
         help="number of micro-batches that each batch is split into; default 1")
     add("--dev-pairs", group="evaluation", type=at_least(1, int), default=1000,
-        help="number of --dev pairs for the losses and of --dev sentences for token similarity; default 1000")
+        help="largest number of --dev pairs (for losses) and --dev sentences (for similarity); default 1000")
     return parser
 
 
@@ -174,7 +174,7 @@ def load_teacher(model, args):
     if found != expected:
         fail(f"--teacher {args.teacher}: its hidden size is {found}, expected {expected}, as in {args.model}")
     if tokenizer.get_vocab() != model.tokenizer.get_vocab():
-        fail(f"--teacher {args.teacher}: its vocabulary is not that of {args.model}; expected the same one")
+        fail(f"--teacher {args.teacher}: found another vocabulary, expected the vocabulary of {args.model}")
     return lm.base_model
 
 
@@ -330,8 +330,8 @@ def token_similarity(hidden, mask):
 
 @torch.no_grad()
 def evaluate(model, dev, args, teacher):
-    """Return the losses, "accuracy", and the token similarity of the word embeddings and of each layer:
-    "similarity" without [CLS] and [SEP], "similarity_special" with both (released code); see the top."""
+    """Return the losses, "accuracy", and two lists of token similarities (word embeddings, then each layer):
+    "similarity" without [CLS] and [SEP], "similarity_special" with both (released code)."""
     model.eval()
     rows, sentences = dev
     weights, totals = mean_weights(rows), Counter()

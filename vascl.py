@@ -3,9 +3,9 @@ Ma, Arnold, Findings of ACL 2022, arXiv 2110.08552.
 
 The loss has two terms. The first is SimCLR's NT-Xent for two dropout views of each sentence. The second uses
 a virtual augmentation of sentence i: its embedding e_i plus a perturbation δ_i of length Δ. δ_i makes
-e_i + δ_i hard to tell from the nearest neighbours of i. The neighbours N(i) are the K other sentences j of
-the batch with the largest e_i·e_j. The second term pulls e_i and e_i + δ_i together, and pushes both away
-from the neighbours. τ is the temperature, and g is a projection head that is dropped after training. With
+e_i + δ_i hard to distinguish from the nearest neighbours of i. The neighbours N(i) are the K other sentences
+j of the batch with the largest e_i·e_j. The second term pulls e_i and e_i + δ_i together, and pushes both
+away from the neighbours. τ is the temperature, and g is a projection head, dropped after training. With
 z_i = g(e_i) / |g(e_i)|, z*_i = g(e_i + δ_i) / |g(e_i + δ_i)| and P_i = exp(z_i·z*_i / τ):
 
     L = NT-Xent of the vectors z of both views
@@ -22,8 +22,8 @@ Data: a .txt file has one sentence per line; .csv .tsv .json .jsonl .parquet fil
 --columns, else by a header with common names (sentence1 sentence2, query positive ...), else by their order:
     1 column   unsupervised             I ate an apple.
     2 columns  sentence, positive       I ate an apple.,Someone ate fruit.
---dev and --test: scored pairs (columns sentence1, sentence2, score), or retrieval data (query, positive, any
-hard negatives), scored by MRR@10. The best checkpoint on --dev is kept; without --dev, the last one.
+--dev and --test: sentence pairs with scores (sentence1, sentence2, score) or retrieval data (query, positive,
+optional hard negatives; MRR@10). The best checkpoint on --dev is kept; without --dev, the last checkpoint.
 
 Published results, mean Spearman of seven STS test sets, for the second command:
     RoBERTa-base     76.96 (SimCSE 76.57)
@@ -78,7 +78,7 @@ def make_parser():
         help="Δ as a multiple of the mean distance of embeddings from their batch mean, instead of --radius; "
              "default 0.25 with --form paper, not set with --model scratch")
     add("--ascent-steps", type=at_least(0, int), default=1,
-        help="number of gradient steps; each sets δ to Δ times the unit gradient; default 1 (released code)")
+        help="number of gradient steps; each sets δ to Δ · gradient / |gradient|; default 1 (released code)")
     add("--head-lr", type=at_least(0), group="training",
         help="learning rate of the projection head; default 5e-4 (paper), 2e-3 with --model scratch")
     return parser
@@ -139,7 +139,7 @@ def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"
     e, perturbed   (N, D) embeddings e and e + δ, float32 or float64, not normalised
     head           projection head: callable (N, D) → (N, F), whose outputs this function normalises
     neighbours     (N, K) int64 row numbers of the neighbours, as nearest_neighbours returns them
-    form           "paper": gradient to e, perturbed and the head | "code": only to the head, through z*
+    form           "paper": e, perturbed and the head get gradients | "code": only the head, through z*
     gather         on several ranks: function from this rank's rows to the rows of all ranks, with gradient,
                    such as gather_rows. The row numbers in neighbours then refer to the rows of all ranks
     returns        scalar, float32 (float64 for float64 input); 0 if K = 0. Memory: O(N·K·F)
@@ -160,14 +160,14 @@ def neighbourhood_loss(e, perturbed, head, neighbours, temperature, form="paper"
 @torch.enable_grad()
 def virtual_augmentation(e, head, neighbours, noise, radius, temperature, steps=1, form="paper", *,
                          gather=None):
-    """Return the perturbations δ (N, D), without gradient. e + δ is hard to tell from the neighbours of e.
+    """Return perturbations δ (N, D), without gradient. e + δ is hard to distinguish from the neighbours of e.
 
     e            (N, D) embeddings, float32 or float64, not normalised; e gets no gradient
     head         as in neighbourhood_loss; the head gets no gradient, and its buffers do not change
     neighbours   as in neighbourhood_loss
     noise        (N, D) random vectors of any norm: first directions of δ, Gaussian (paper) or uniform (code)
     radius       Δ, the length of each row of δ; a row whose gradient is tiny (1e-8 or less) is shorter
-    steps        gradient steps, each of which replaces the direction of δ; 0 keeps the direction of the noise
+    steps        number of gradient steps; each changes the direction of δ; 0: δ keeps the noise's direction
     form         "paper" | "code": both give the same δ for the same noise
     gather       as in neighbourhood_loss
     source       Zhang et al. 2022, the virtual augmentation

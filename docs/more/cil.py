@@ -78,7 +78,7 @@ def make_parser():
         eval_every=(None, "1000 (released script for NYT10-D), 20 with --model scratch"))
     parser.add_shared_flags("--chunk-size")
     add("--bag-size", type=at_least(1, int), default=3,
-        help="sentences drawn from each bag; smaller bags repeat sentences; default 3 (released scripts)")
+        help="number of sentences drawn per bag; smaller bags repeat some; default 3 (released scripts)")
     add("--classifier-dropout", type=ratio, group="model", default=0.5,
         help="dropout probability of bag vectors before the classifier; default 0.5 (released code)")
     return parser
@@ -171,7 +171,7 @@ def cil_loss(x, a, bags, bag_of, temperature=0.05, form="paper", *, all_x=None, 
 def bag_attention(x, bag_of, queries):
     """Return (B, D) bag vectors Σ_i α_i x_i, where α is the softmax of x_i·query over the bag's sentences.
 
-    x, bag_of   (N, D) sentence vectors, and the bag of each, (N,) integers, 0 to B − 1; no bag is empty
+    x, bag_of   (N, D) sentence vectors; (N,) integers from 0 to B − 1: bag of each; no bag is empty
     queries     (B, D) query of each bag: in training, the detached classifier weights of the bag's relation
     """
     check_rows(x=(x, "N D"), bag_of=(bag_of, "N", int), queries=(queries, "B D"))
@@ -188,7 +188,7 @@ def attend(scores, bag_of, count):
 def bag_scores(x, bag_of, weight, bias):
     """Return (B, R) scores. Score (b, r) is the probability of relation r if weight[r] is the query of bag b.
 
-    x, bag_of      (N, D) sentence vectors, and the bag of each, (N,) integers, 0 to B − 1; no bag is empty
+    x, bag_of      (N, D) sentence vectors; (N,) integers from 0 to B − 1: bag of each; no bag is empty
     weight, bias   (R, D) and (R,) parameters of the classifier
     """
     products, count = x @ weight.T, int(bag_of.max()) + 1      # multiplying first avoids a (B, R, D) tensor

@@ -139,7 +139,7 @@ def group_rows(rows, *names):
 
 
 def protected(ids, marks, form):
-    """Return (n, L) bool: tokens that are never masked; form paper: entities and marks, code: start marks."""
+    """Return (n, L) bool, True for never masked tokens: "paper": entities and marks | "code": start marks."""
     starts, ends = torch.isin(ids, marks[::2]), torch.isin(ids, marks[1::2])
     return starts if form == "code" else starts.cumsum(1) > ends.cumsum(1) - ends.long()
 

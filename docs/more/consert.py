@@ -17,8 +17,8 @@ have 2N embeddings z_1 ... z_2N. z_i and z_i' are the two views of a sentence, s
     token_cutoff         sets all features of a fraction of the tokens to 0
     embedding_dropout    sets a fraction of all entries of the token embeddings to 0
     shuffle              permutes the positions of the tokens
-The cutoffs and embedding_dropout change the input of the encoder's first layer, and do not rescale the rest.
---adversarial needs positives. It adds noise to the same input, of anchors only, along the loss's gradient.
+The cutoffs and embedding_dropout change the input of the encoder's first layer, and rescale no other values.
+--adversarial needs positives. It adds noise to the same input of the anchors, along the gradient of the loss.
 
 Data: a .txt file with one sentence per line, or a table with one column (sentences) or two (anchors
 and positives). --dev and --test: as for simcse.py.
@@ -114,8 +114,8 @@ def build_model(args, run):
 
 
 def make_batch(model, tokens, picked):
-    """Return the batch of the n rows whose numbers are in `picked`, a list of groups [row indices, token ids,
-    mask, view numbers]. Row v · n + i of the batch is view v of text i; v is 0 or 1."""
+    """Return the batch of the n rows whose numbers are in `picked`. A batch is a list of groups [row indices,
+    token ids, mask, view numbers]. Row v · n + i of the batch is view v of text i; v is 0 or 1."""
     return [[*group, group[0] // len(picked)] for group in model.batch(*tokens.views(picked, 2))]
 
 

@@ -66,7 +66,7 @@ def make_parser():
         lr=(None, "5e-5 (paper), 1e-3 with --model scratch; in the first tenth of the steps the rate rises "
                   "from 1/32 of this value to this value, then it falls back to 1/32"))
     add("--spans", nargs=2, type=at_least(1, int), default=[2, 2], metavar=("A", "P"),
-        help="A anchors per document, and P positives per anchor; default 2 2 (paper)")
+        help="A: number of anchors per document; P: number of positives per anchor; default 2 2 (paper)")
     return parser
 
 
@@ -82,7 +82,7 @@ def load_data(path, args):
     """Read --data into a Table with one document per row, and set the defaults of flags not given."""
     _, table = read_table(path, empty_cell, columns=args.columns)
     if len(next(iter(table))[1]) > 1:
-        fail(f"{path}: several columns, expected one of documents; choose it by --columns")
+        fail(f"{path}: several columns, expected one column of documents; choose it by --columns")
     fill_defaults(args, SCRATCH if args.model == "scratch" else PAPER)
     log("declutr", f"{args.form}: {len(table):,} documents from {path}")
     return table
@@ -111,7 +111,7 @@ def long_documents(table, model, args):
 
 def make_batch(tokens, picked, model, args):
     """Return (batch of anchors, batch of positives) of the documents whose numbers are in `picked`. Anchors
-    are in document order. Positives: the first of each anchor, then the second of each, and so on."""
+    are in document order. Positives: first positives of all anchors, then second positives of all, ..."""
     rng = random.Random(int(torch.randint(2**62, ())))         # --resume restores PyTorch's random state
     anchors, *positives = sample_spans([tokens[i][0] for i in picked], args, rng)
     return model.batch(anchors), model.batch(*positives)

@@ -93,7 +93,7 @@ def rdrop_loss(logits1, logits2, labels, alpha, form="paper"):
 
 
 def supcon_loss(z, labels, temperature=0.3, *, gathered=None, offset=0):
-    """Return SCL, the mean supervised contrastive loss of the views that have a positive; 0 if none has one.
+    """Return SCL, the mean supervised contrastive loss of views with a positive; 0 if no view has a positive.
 
     z         (N, V, D) features, V views of N texts; this function normalises them
     labels    (N,) integers

@@ -13,7 +13,7 @@ scaled to length 1.
     python docs/more/memory_bank.py --data imagenet/train --dev imagenet/val --out out/bank
     python docs/more/memory_bank.py --model resnet-18 --data cifar-10-batches-py --out out/bank-cifar
 
-Data: as for moco.py. Batch norms, lr, linear probe and (from 33 pixels) views are those of moco.py --v1.
+Data: as for moco.py. Batch norms, lr, linear probe and views (if above 32 px) are those of moco.py --v1.
 Published: 58.5 % linear on ImageNet, for a later model of the authors (closest: --queue-size 65536).
 
 Departures from the paper and its released code: the loss is a softmax (as in the later model), not
@@ -101,8 +101,8 @@ def compute_loss(model, views, rows, args):
 
 @torch.no_grad()
 def update_bank(bank, rows, q, momentum):
-    """Update the rows `rows` (n,), each at most once, of the bank (M, D) with their unit queries q (n, D), in
-    place: v ← momentum · v + (1 − momentum) · q, scaled to length 1 (Wu et al. 2018, released code)."""
+    """Change the bank (M, D) in place. Row rows[i] becomes momentum · row + (1 − momentum) · q[i], scaled to
+    length 1 (Wu et al. 2018, released code). rows: (n,), no index twice; q: (n, D) unit queries."""
     bank[rows] = F.normalize(torch.lerp(q.float(), bank[rows].float(), momentum), dim=1).to(bank.dtype)
 
 

@@ -14,10 +14,10 @@ the other views with the label of view i. With s_ij = cos(z_i, z_j) / τ, the lo
     python docs/more/ood.py --evaluate --model out/ood --data intents.tsv --dev dev.tsv --ood other.tsv
 
 Data: as for childtuning.py, with labels that are classes. --ood has the text columns of --data.
-Expected: unseen texts get lower scores than known ones, so AUROC is above 50.
+Expected: texts of unseen classes get lower scores than texts of known classes, so AUROC is above 50.
 --form code follows the released code, which adds both views of a text inside one logarithm: see
 ood_contrastive_loss. Departures in both forms: the encoder is a pretrained model, not a GRU on frozen word
-vectors. --steps does not count the first stage, but the schedule of the learning rate does.
+vectors. --steps counts the second stage only; the learning-rate schedule covers both stages.
 """
 import math
 import os
@@ -57,7 +57,7 @@ def make_parser():
         help="epochs of the first stage, with the contrastive loss; default 20 (released code)")
     parser.add_shared("--adversarial", 0.1, "0.1 (released code)")
     add("--ood", group="evaluation", reads="held-out data",
-        help="texts of classes that --data lacks: measure how well three detectors separate them from --dev")
+        help="texts of classes that are not in --data; three detectors separate these texts from --dev")
     parser.set_defaults(supcon_weight=1.0)                     # load_data of finetune.py reads this value
     return parser
 
@@ -79,7 +79,7 @@ def load_unseen(args):
     _, table = read_table(args.ood, empty_cell, columns=columns if header and columns else None)
     rows = [(tuple(texts), 0) for _, texts in table]
     if len(rows[0][0]) != count:
-        fail(f"{args.ood}: {len(rows[0][0])} columns, expected the {count} of texts in {args.data}")
+        fail(f"{args.ood}: {len(rows[0][0])} columns, expected {count} text columns, as in {args.data}")
     log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
     return rows
 

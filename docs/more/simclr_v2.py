@@ -56,9 +56,9 @@ def make_parser():
     add("--label-fraction", group="data", type=at_least(1e-9, most=1), default=1.0,
         help="fraction of the images of each class that fine-tuning uses; default 1")
     add("--from-layer", group="model", type=at_least(0, int),
-        help="keep the first N linear layers of --model's head; default 1 (paper), or 0 with --teacher")
+        help="N: keep the first N linear layers of --model's head; default 1 (paper), or 0 with --teacher")
     add("--teacher", group="model", reads="model",
-        help="teacher model; default none: fine-tune --model. Else train --model to match this tuned model")
+        help="teacher model; default none: fine-tune --model. With a teacher, --model learns to match it")
     add("--optimizer", group="training", choices=("lars", "sgd"), default="lars",
         help="optimizer; sgd: with momentum, and weight decay for all weights (SupCon); default lars (paper)")
     add("--warmup-epochs", group="training", type=at_least(0),
@@ -189,7 +189,7 @@ def accuracy(model, images):
 
 
 def evaluate_and_save(model, images, run):
-    """Evaluate the model and save it, because test images must not select the checkpoint."""
+    """Evaluate the model, and save it for any score: test images must not select the checkpoint."""
     average_batch_statistics(model)
     scores = {"top1": accuracy(model, images)} if images.test else {}
     if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):

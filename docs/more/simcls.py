@@ -3,8 +3,8 @@
 
 A summariser writes several candidate summaries of each text. The encoder learns to choose the best candidate:
 better candidates should have a higher cosine with the text. The data list the candidates of a text from best
-to worst, for example by ROUGE. z is the embedding of the text, r that of the reference summary, and
-c_1 ... c_C are those of the candidates in this order. With s(x) = cos(z, x) and a margin λ:
+to worst, for example by ROUGE. The embeddings are z of the text, r of the reference summary, and c_1 ... c_C
+of the candidates in this order. With s(x) = cos(z, x) and a margin λ:
 
     L = mean over texts of  Σ_i max(0, s(c_i) − s(r)) + Σ_{i<j} max(0, s(c_j) − s(c_i) + (j − i) λ)
 
@@ -21,8 +21,8 @@ the chosen candidates. Without scores, it keeps the checkpoint that chooses the 
 Published ROUGE-1, ROUGE-2, ROUGE-L of the chosen summaries, with 16 candidates per text: 46.67, 22.15, 43.54
 on CNN/DailyMail (first command); 47.61, 24.57, 39.44 on XSum (second command). The script computes no ROUGE.
 
---form code is the loss of the released code: the first sum of L becomes a mean, and the second sum becomes a
-mean over pairs with equal j − i, which is then summed over j − i.
+--form code is the loss of the released code. The first sum of L becomes a mean over i. In the second sum, the
+terms with equal j − i are averaged, and then these averages are summed.
 """
 import os
 import re

@@ -1,6 +1,6 @@
 """Code for training, from which the scripts import.
 
-Scripts for texts and scripts for images share these modules. Each imports only from modules above it:
+Scripts for texts and scripts for images share these modules. A module imports only from modules above it:
 
 errors      user errors, printed messages, and @command, which prints an error without a traceback
 progress    progress bars and the remaining time

@@ -81,8 +81,8 @@ def read_csv(path, separator, **options):
 
 
 def check_separator(path, lines, separator):
-    """Fail if another separator fits better: it is equally frequent in all of `lines`, or splits the first
-    line into usual column names. Never fail if `separator` itself is in all lines, and equally frequent."""
+    """Fail if another separator fits better: each line contains it equally often, or it splits the first line
+    into usual column names. But never fail if each line contains `separator` equally often."""
     counts = {other: {line.count(other) for line in lines} for other in SEPARATORS}
     for other in SEPARATORS.keys() - {separator}:
         equally_many = len(counts[other]) == 1 and 0 not in counts[other] and len(lines) > 2
@@ -367,8 +367,8 @@ def has_known_names(row, roles=SENTENCE_COLUMNS):
 
 
 def looks_like_header(rows):
-    """Return whether the first of these rows looks like column names: all its cells are different words of
-    letters, digits, _ and -, which its columns do not repeat, and some column has no other such word."""
+    """Return whether the first of these rows looks like a header: its cells are different words (see NAME);
+    no column repeats its first cell; and in some column, no cell below the first is such a word."""
     start = int(bool(rows[0]) and not rows[0][0].strip())      # pandas writes an empty name for its index
     columns = [*zip(*(row[start:] for row in rows))]
     are_names = [[bool(re.fullmatch(NAME, cell.strip())) for cell in column] for column in columns]
@@ -393,8 +393,8 @@ def describe_table(table, header):
 
 
 def log_first_row(table):
-    """Print the first row with the role of each cell, so that the user can check the roles. Columns without
-    texts are refused, unless --columns chooses them, or --dev-columns by usual names for texts."""
+    """Print the first row with the role of each cell, so that the user can check the roles. Fail if a column
+    has no texts. Columns given by --columns, or by --dev-columns with usual names, are not checked."""
     cells, names = next(iter(table))[1], table.cell_roles
     more = names[-1:] * (len(cells) - len(names))              # one column may contain lists of negatives
     usual = [role_of(name.partition(" ")[2], table.roles) for name in table.header or ()]
@@ -404,21 +404,21 @@ def log_first_row(table):
 
 
 def refuse_identifiers(table, columns):
-    """Fail if one of these columns has no texts, by its name, or because at least half of its first cells are
-    numbers or identifiers such as q12, or have no letter. columns: indices of the columns."""
+    """Fail if one of `columns` (indices) has no texts: its name says so, or at least half of its first 100
+    cells are numbers, identifiers such as q12, or cells without a letter."""
     rows = [cells for _, cells in itertools.islice(table, 100)]
     names = [normalise_name(name.partition(" ")[2]) for name in table.header or ()]   # drop the role in front
     for i in columns:
         cells = [row[i].strip() for row in rows if i < len(row)]
         others = [cell for cell in cells if re.fullmatch(IDENTIFIER, cell) or not re.search(LETTER, cell)]
         if 2 * len(others) >= len(cells) or table.roles and i < len(names) and names[i] in NO_TEXTS:
-            fail(f"{table.path}: column {i + 1} has no texts but numbers, labels or identifiers, such as "
+            fail(f"{table.path}: column {i + 1} has no texts, only numbers, labels or identifiers, such as "
                  f"{cells[0][:40]}; choose the columns of texts by {table.flag}, by name or number")
 
 
 def are_scores(cells, name=""):
-    """Return whether a column has scores: its name says so, or at least half of its cells that are not empty
-    are numbers, and its name is not one of negatives."""
+    """Return whether a column has scores. This is true if its name says so, and also if at least half of
+    its non-empty cells are numbers, unless its name is usual for negatives."""
     filled = [cell.strip() for cell in cells if cell.strip()]
     are_numbers = 2 * sum(re.fullmatch(NUMBER, cell) is not None for cell in filled) >= len(filled) > 0
     is_negative = role_of(name, SENTENCE_COLUMNS) == "negative"

@@ -55,7 +55,7 @@ def log(label, text, every_rank=False):
 
 
 def write(text, stream):
-    """Write text to stdout or stderr at once. If its reader has gone, as in `... | head`, drop all text."""
+    """Write text to stdout or stderr at once. If the pipe is closed, as after `... | head`, drop all text."""
     try:
         stream.write(text)
         stream.flush()

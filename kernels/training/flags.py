@@ -53,12 +53,12 @@ SHARED_FLAGS = {
                            "without a head; last: last token; avg, avg_top2, avg_first_last: mean over the "
                            "tokens of the last layer, the last two layers, or the first and the last layer"),
     "--head": dict(group="model", nargs="+", choices=("keep", "train-only", "new", "pooler"),
-                   help="projection head after pooling: one or two words. Its use: keep (also at inference) "
-                        "or train-only (dropped after training). Its initial weights: new (random) or pooler "
-                        "(those of the model's pooler); if not given, those of the head saved with --model, "
-                        "else random"),
+                   help="projection head after pooling. One word sets its use: keep (also at inference) or "
+                        "train-only (dropped after training). Another sets its initial weights: new (random) "
+                        "or pooler (copied from the model's pooler); without this word, the weights are "
+                        "those of the head saved with --model, else random"),
     "--prompt": dict(group="model", nargs="+", metavar="TEXT",
-                     help="text before each input: one for all columns, two (first, others), or one each"),
+                     help="text before each input: 1 for all columns, 2 (first, others), or 1 per column"),
     "--temperature": dict(type=at_least(1e-4), help="temperature τ, by which similarities are divided"),
     "--adversarial": dict(type=at_least(0),
                           help="L2 norm of an adversarial perturbation, which is added to the token "
@@ -70,7 +70,7 @@ SHARED_FLAGS = {
                          help="encode at most this many texts or images at a time (GradCache); gradients are "
                               "those of the full batch, except for batch norms; default the whole batch"),
     "--ring": dict(group="training", action="store_true",
-                   help="for huge batches: pass embeddings from GPU to GPU, so that none stores all of them"),
+                   help="for huge batches: pass embeddings from GPU to GPU, so that no GPU stores them all"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
     "--steps": dict(group="training", type=at_least(1, int), help="number of training steps"),
     "--lr": dict(group="training", type=at_least(0), help="learning rate"),
@@ -91,11 +91,11 @@ SHARED_FLAGS = {
     "--dev-columns": dict(group="evaluation", nargs="+",
                           help="columns of --dev and --test, in the order described above: names or numbers"),
     "--test": dict(group="evaluation", reads="held-out data", nargs="*", default=[],
-                   help="more files like --dev, which the model is scored on at the end; default none"),
+                   help="more files like --dev; the model is scored on all of them at the end; default none"),
     "--eval-every": dict(group="evaluation", type=at_least(1, int),
-                         help="steps between two evaluations; if not given, at most a quarter of all steps"),
+                         help="steps between two evaluations; the default is at most a quarter of all steps"),
     "--probe-epochs": dict(group="evaluation", type=at_least(0, int),
-                           help="epochs of the linear probe at the end; 0: no probe"),
+                           help="number of epochs for training a linear probe at the end; 0: no probe"),
     "--out": dict(group="run", metavar="PATH", help="output folder"),
     "--resume": dict(group="run", action="store_true",
                      help="continue the run in --out; flags that are not given are read from its args.json"),
@@ -134,7 +134,7 @@ class ScriptParser(argparse.ArgumentParser):
 
         group   section of --help: one of GROUPS
         reads   kind of input that the flag names: "training data", "held-out data", or another word such as
-                "model". --resume checks that it has not changed
+                "model". --resume checks that the content of this input has not changed
         """
         if "action" not in settings and not settings.keys() & {"choices", "metavar"}:
             kind = getattr(settings.get("type"), "__name__", None)
@@ -271,8 +271,8 @@ def image_flags(parser, model, **defaults):
     """Add the flags of a script that trains an image encoder. model: the default of --model."""
     run_flags(parser, model=(model, f"{model}; new models: {', '.join(NEW_MODELS[1:])}"),
               dev=(None, "the test set in --data"),
-              image_size=(None, "for arrays, the shorter side of their images; for image files, the size "
-                                "in the folder --model, else 224, but at most that of the first images"),
+              image_size=(None, "for arrays, the shorter side of the images; for image files, the size saved "
+                                "with --model, else 224, or less if the first images are smaller"),
               workers=(None, "CPU cores / processes per machine"), eval_every=1000, impl="auto", **defaults)
     parser.add_shared_flags("--skip-damaged", "--chunk-size")
 
@@ -285,8 +285,8 @@ def fill_defaults(args, defaults):
 
 
 def check_batch_size(rows, path, batch_size, unit="rows", least=2):
-    """Fail if the training data at `path` have fewer rows than a batch, or if a batch has fewer than `least`:
-    a contrastive loss needs two."""
+    """Fail if the training data at `path` have fewer rows than a batch, or if a batch has fewer than `least`
+    rows. A contrastive loss needs at least two rows."""
     if batch_size < least:
         fail(f"--batch-size {batch_size}: expected at least {least}")
     if rows < batch_size:

@@ -42,7 +42,7 @@ def lock(folder, create=False):
     """Fail if another process writes to this output folder. Return the file that holds the lock, or None.
 
     The system frees the lock when the file is closed or the process ends. Worker processes do not inherit it.
-    create   True: make the file UNFINISHED if it does not exist. False: return None
+    create   what to do if the file UNFINISHED does not exist. True: make it; False: return None
     """
     path = folder / UNFINISHED
     if not create and not path.is_file():
@@ -51,7 +51,7 @@ def lock(folder, create=False):
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        fail(f"--out {folder}: another process is writing there; wait for its end, or choose another folder")
+        fail(f"--out {folder}: another process is writing there; wait until it ends, or use another folder")
     except OSError:                                            # this file system does not support locks
         pass
     return file

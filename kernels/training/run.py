@@ -289,7 +289,7 @@ class Run:
 
     def load_state(self):
         """Load state.pt if it exists, and return the rows of metrics.jsonl up to the step of this state. Fail
-        if a flag or an input is not that of the saved run, or if a file is damaged."""
+        if a flag or an input differs from the saved run, or if a file is damaged."""
         try:
             self.refuse_changes(json.loads((self.out / "args.json").read_text(encoding="utf-8")))
             if not (self.out / "state.pt").is_file():

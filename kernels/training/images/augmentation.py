@@ -34,7 +34,7 @@ def mix_bits(state):
 class Crops(NamedTuple):
     """Settings of random resized crops.
 
-    min_area         a box covers a random share of the image's area, uniform from min_area to 1
+    min_area         smallest area of a box / area of the image; this ratio is uniform from min_area to 1
     attempts         number of boxes to sample for a view; the first box that fits into the image is used
     sample_aspect    function: uniform random numbers in [0, 1) → aspect ratios (width / height) of boxes
     aspect_limits    (smallest, largest) aspect ratio of the centre crop that is used if no box fits
@@ -147,7 +147,7 @@ def flip(x):
 def jitter(x, colour, hue, p):
     """With probability p for each image, change brightness, contrast, saturation and hue, in random order.
 
-    colour    random factors of brightness, contrast and saturation are from max(0, 1 − colour) to 1 + colour
+    colour    brightness, contrast, saturation get random factors from max(0, 1 − colour) to 1 + colour
     hue       the hue is shifted by a random number from −hue to hue; 1 is a full turn of the colour circle
     """
     n = len(x)

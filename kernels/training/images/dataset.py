@@ -20,9 +20,9 @@ class ImageDataset:
     args             the script's flags
     crops            augmentation.Crops: how the script samples training crops
     train, test      ImageSource of each split. test is None if there is no test split, or if one of the two
-                     has no labels
+                     splits has no labels
     size             side of a view in pixels
-    is_small         whether size <= 32. Such images get other first layers and default flags
+    is_small         whether size <= 32. If so, the encoder's first layers and some flag defaults differ
     classes          class names; a label is an index into this list
     training_views   iterator over this rank's training views; start_training_views sets it
     """

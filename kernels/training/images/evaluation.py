@@ -24,8 +24,8 @@ def evaluate_before(model, images, run):
 
 
 def evaluate_and_save(model, images, run):
-    """Evaluate the model and save it. Each checkpoint replaces the previous checkpoint, even a better one,
-    because test images must not select the checkpoint."""
+    """Evaluate the model, and save it even if the previous checkpoint has a better score: test images must
+    not select the checkpoint."""
     average_batch_statistics(model)
     scores = {"knn": evaluate_knn(model, images, run.impl)} if images.test else {}
     if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
@@ -65,8 +65,8 @@ def neighbours(images):
 
 
 def evaluate_knn(model, images, impl="auto"):
-    """Return the percentage of test images that their k nearest training images label correctly. Each of
-    these votes for its own label with weight exp(cosine similarity / 0.1)."""
+    """Return the kNN accuracy on the test images in percent. Each of the k nearest training images votes for
+    its own label with the weight exp(cosine similarity / 0.1)."""
     bank, queries = (F.normalize(images.encode_split(split, model), dim=1)
                      for split in (images.train, images.test))
     bank_labels, labels = (split.labels.to(bank.device) for split in (images.train, images.test))
@@ -96,9 +96,8 @@ def evaluate_model(args, script, crops, linear_probe):
 
 
 def train_probe(model, images, run, *, batch, lr_schedule, init_std=0.0, nesterov=False, weight_decay=0.0):
-    """Train a linear layer on the frozen features, and return the percentage of test images that it labels
-    correctly. Training uses random crops of at least 0.08 of an image's area, whatever --crop is; testing
-    uses centre crops.
+    """Train a linear layer on the frozen features, and return its test accuracy in percent. Training uses
+    random crops of at least 0.08 of an image's area; --crop has no effect on them. Testing uses centre crops.
 
     batch           number of images in a batch
     lr_schedule     function: (step from 0, number of steps) → learning rate

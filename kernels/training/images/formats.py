@@ -129,5 +129,5 @@ def list_folder(path):
              "sub-folders are labels, so move all images into sub-folders, or none")
     if classes and {*map(str.lower, classes)} <= SPLITS:
         fail(f"{path}: its sub-folders {', '.join(classes)} look like splits, not classes; give "
-             f"--data {path / classes[0]}, and another one as --dev")
+             f"--data {path / classes[0]}, and another sub-folder as --dev")
     return names, labels if classes else None

@@ -179,7 +179,7 @@ def parallel_map(function, items, workers):
 
 
 def ignore_signals(_):
-    """Ignore all signals that stop a run in a worker, because the current step still needs the worker."""
+    """In a worker, ignore all signals that stop a run, because the current step still needs the worker."""
     for kind in SIGNALS:
         signal.signal(kind, signal.SIG_IGN)
 

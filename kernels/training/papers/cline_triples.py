@@ -67,7 +67,7 @@ def replace_words(text, words, kinds, rate, wordnet, rng):
     """Replace at most rate · len(words) words of a text, all by replacements of one kind.
 
     words     [(start, end, part of speech)] from tag_words; words with part of speech None are kept
-    kinds     kinds of replacement: they are tried in order, from a random one on, until one replaces a word
+    kinds     kinds of replacement, tried in order from a random kind on, until one kind replaces a word
     rng       a random.Random
     returns   (new text, labels of its words, except those with part of speech None)
     """

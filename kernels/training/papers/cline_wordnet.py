@@ -177,8 +177,8 @@ def inflect(word, ending):
 
 
 def load_tagger(args):
-    """Load spaCy's tagger. Return None with --tagger lexicon or if, without --tagger, spaCy or its model is
-    missing. Raise UserError if a model named by --tagger is missing. Set args.tagger to the tagger's name."""
+    """Load spaCy's tagger. Return None with --tagger lexicon. If spaCy or its model is missing, raise
+    UserError with --tagger, and return None without --tagger. Set args.tagger to the tagger's name."""
     if args.tagger == "lexicon":
         return None
     try:

@@ -3,8 +3,8 @@ import torch
 
 
 def make_optimizer(model, lr, args):
-    """Make the optimizer that --optimizer names, with momentum 0.9. sgd decays all weights (SupCon's code),
-    lars only weight matrices (paper)."""
+    """Make the optimizer that --optimizer names, with momentum 0.9. sgd has weight decay for all weights
+    (SupCon's code); lars has weight decay only for weight matrices (paper)."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     if args.optimizer == "lars":
         return LARS(weights, lr, args.weight_decay)

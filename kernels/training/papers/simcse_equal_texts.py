@@ -1,8 +1,8 @@
-"""--ignore-equal of simcse.py: number the texts of a batch, so that texts that mean the same share a number.
+"""--ignore-equal of simcse.py: give the same number to all texts of a batch that mean the same.
 
-An anchor means the same as its positive, and a text means the same as another text with equal tokens, which
-include the prompt. For example, the rows (A, B) and (B, C) have texts of one meaning. Negatives have another
-meaning than the anchor.
+An anchor and its positive mean the same. Texts with equal tokens (prompt included) mean the same. So all
+texts in the rows (A, B) and (B, C) mean the same. A text is a negative of an anchor only if their numbers
+differ.
 """
 from collections import Counter
 
@@ -35,8 +35,8 @@ def text_ids(tokens, row_indices, device):
 
 
 def log_equal_texts(tokens, args):
-    """Print the share of anchors, or of positives if it is larger, that occur more than once. Without
-    --ignore-equal, print a share above 1 % only."""
+    """Print the percentage of anchors that occur more than once, or that of positives if it is larger.
+    Without --ignore-equal, print the percentage only if it is above 1 %."""
     if not is_first_rank():
         return
     share, column = 0.0, 0

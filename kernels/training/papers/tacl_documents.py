@@ -101,7 +101,7 @@ def sentence_pairs(documents, model, args, rng):
 
 
 def sentences_of_length(sentences, least):
-    """Return the first sentences, at least one, until they have `least` tokens together."""
+    """Return as many of the first sentences as needed for `least` tokens, but at least one sentence."""
     taken = sentences[:1]
     for sentence in sentences[1:]:
         if sum(map(len, taken)) >= least:
@@ -145,8 +145,8 @@ def stream_pairs(count, position, model, args):
     """Yield (pair, position after the pair) endlessly, starting at `position`.
 
     Documents are read in file order, over and over, in buffers of --shuffle-buffer documents. The pairs of
-    a buffer are shuffled. They depend only on the seed, on the number of the buffer and on where it starts
-    in the file. While one buffer is used, a thread prepares the next.
+    a buffer are shuffled. The pairs depend only on the seed, the buffer's number, and the buffer's first byte
+    in the file. While one buffer is used, a thread prepares the next buffer.
 
     count      number of documents in the file
     position   [offset of a buffer's first byte, number of the buffer, number of its pairs already used]

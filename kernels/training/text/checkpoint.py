@@ -46,8 +46,8 @@ class SavedSettings:
 
 
 def read_saved_settings(name, flag):
-    """Return the SavedSettings of a model in a folder or on the hub. They are the defaults if the model has
-    no modules.json and is not one of the released supervised SimCSE models."""
+    """Return the SavedSettings of a model in a folder or on the hub. Without modules.json, return the
+    defaults of SavedSettings, except for the released supervised SimCSE models."""
     with loading(f"{flag} {name}: its modules.json, or a folder listed in it"):
         if modules := read_json(name, "modules.json"):
             return read_modules(name, modules)
@@ -199,11 +199,11 @@ def prompts_to_save(model):
 
 
 def pooler_weights(model, head):
-    """Return {name: tensor} of the pretrained pooler or, if there is none, of a new pooler. Embeddings do not
-    need a pooler, but transformers reports missing weights when it loads a folder without one.
+    """Return {name: tensor} of the pretrained pooler or, if the model has none, of a new pooler. Embeddings
+    do not need a pooler, but transformers reports missing weights when it loads a folder without a pooler.
 
     If the head has the form of BERT's pooler ([CLS], a square linear layer, tanh), the head replaces the
-    pooler. Then pooler_output in transformers is our embedding.
+    pooler. Then pooler_output in transformers equals the embedding of SentenceEncoder.
     """
     pooler, = model.pretrained_pooler
     if pooler is None or not [*pooler.parameters()]:

@@ -74,7 +74,7 @@ def load_rows(path, args):
 
 def infer_task(counts, path, args):
     """Set args.labels to the sorted class names in `counts`, {training label: number of its rows}; to [] in
-    regression. Without --task, the task is regression if all labels are numbers, some with a point."""
+    regression. Default of --task: regression if all labels are numbers, some of them with a decimal point."""
     if args.task is None:
         numbers = all(re.fullmatch(NUMBER, label) for label in counts)
         has_point = any("." in label for label in counts)
@@ -89,15 +89,15 @@ def infer_task(counts, path, args):
 
 
 def find_columns(path, args):
-    """Return the table of a file, with one or two columns of texts, then the labels, and print its first row.
-    Files read later, such as --dev, must have as many columns and, if there is a header, the same names."""
+    """Return the table of a file, with one or two text columns, then the label column. Print its first row.
+    Later files, such as --dev, must have the same number of columns and, with a header, the same names."""
     header, table = read_table(path, columns=args.columns)
     header = find_label_header(table, args) or header
     names = header or [str(1 + i) for i in range(table.width)]
     columns = args.columns or usual_columns(names)
     if len(columns) not in args.widths:
-        fail(f"{path}: found the columns {join_names(columns)}; expected one or two of texts (as in --data), "
-             "then one of labels; choose them by --columns, by name or number")
+        fail(f"{path}: found the columns {join_names(columns)}; expected 1 or 2 text columns (as in --data), "
+             "then 1 label column; choose these columns by --columns, by name or number")
     args.widths = [len(columns)]
     if not args.columns:
         args.columns, table.columns = columns if header else None, columns
@@ -109,8 +109,8 @@ def find_columns(path, args):
 
 
 def usual_columns(header):
-    """Return the names of the columns of texts, then of labels: sentence, or sentence1 and sentence2, or all
-    but the labels; then label or score, or the last column."""
+    """Return the names of the text columns, then of the label column. Texts: sentence, else sentence1 and
+    sentence2, else all columns but the label column. Labels: label, else score, else the last column."""
     names = [normalise_name(name) for name in header]
     label = next((name for name in ("label", "score") if name in names), names[-1])
     others = [name for name in names if name not in (label, "")]
@@ -119,8 +119,8 @@ def usual_columns(header):
 
 
 def find_label_header(table, args):
-    """Return the names in the first row of a .csv or .tsv if its last cell is no label, else None: no other
-    row has this cell, while the labels of the other rows are known (args.labels), repeated, or numbers."""
+    """Return the first row of a .csv or .tsv if it is a header, else None. In a header, the last cell is no
+    label, but all other rows end in labels: known from args.labels or, without it, repeated or numbers."""
     if table.header_row or table.kind not in (".csv", ".tsv"):
         return None
     row, *rows = (cells for _, cells in table)

@@ -27,8 +27,8 @@ def init_linear(linear, config):
 class SentenceEncoder(torch.nn.Module):
     """A transformer, the pooling of its token states, and a projection head.
 
-    pretrained_pooler  (pooler of the encoder or None,). save() writes it. No pooling uses it, so Identity
-                       replaces it in the encoder, and the tuple keeps it out of parameters()
+    pretrained_pooler  (pooler of the encoder or None,), for save(). No pooling uses the pooler, so Identity
+                       replaces it in the encoder. The tuple hides it from parameters()
     pooling            a value of --pooling, whose help text explains the values
     head               module that is applied after pooling in training, or None
     head_origin        "new head", "saved head", "pooler as head", or "" without a head
@@ -169,7 +169,7 @@ def build_encoder(args, run, pooling="cls", head=None, auto_class=AutoModel, col
     saved = SavedSettings() if args.model == "scratch" else read_saved_settings(args.model, flag)
     encoder = lm.base_model
     if encoder.config.is_encoder_decoder:
-        fail(f"{source}: {type(encoder).__name__} reads two texts, expected a model like BERT or Qwen")
+        fail(f"{source}: {type(encoder).__name__} is an encoder-decoder, expected a model like BERT or Qwen")
     if lm is not encoder:
         has_decoder = isinstance(lm.get_output_embeddings(), torch.nn.Linear)
         if not has_decoder or tokenizer.mask_token_id is None:
@@ -190,15 +190,15 @@ def choose_pooling(encoder, saved, args, default):
     is_decoder = kind in CAUSAL_LMS and kind not in MASKED_LMS
     pooling = getattr(args, "pooling", None) or saved.pooling or ("last" if is_decoder else default)
     if is_decoder and pooling.startswith("cls"):
-        fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see the others; "
+        fail(f"--pooling {pooling}: {args.model} is a decoder, whose first token does not see later tokens; "
              "use last or avg")
     return pooling
 
 
 def set_head(model, saved, args, default_use):
-    """Give a SentenceEncoder the head that --head describes. Without --head, it gets the saved head if its
-    pooling is the saved pooling. If there is no such head, a model with cls pooling gets a new head, unless
-    default_use is None. --evaluate makes no new head.
+    """Give a SentenceEncoder the head that --head describes. Without --head, it gets the saved head if it
+    has the saved pooling. If there is no such head, a model with cls pooling gets a new head, unless
+    default_use is None. With --evaluate, no model gets a new head.
 
     default_use     "keep" or "train-only": use of a new head if --head does not say it. None: no new head
     """
@@ -227,7 +227,7 @@ def set_head(model, saved, args, default_use):
 
 
 def set_prompts_and_length(model, args, columns):
-    """Let --prompt replace the saved prompts, and --max-length a smaller saved length."""
+    """Replace the saved prompts by --prompt, and the saved length by --max-length if this is larger."""
     prompts = tuple(getattr(args, "prompt", None) or ())
     if prompts:
         model.prompts, model.default_prompt = prompts, prompts[0]

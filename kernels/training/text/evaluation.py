@@ -23,8 +23,8 @@ SHOWN = {"spearman": "Spearman", "mrr@10": "MRR@10", "accuracy@1": "accuracy@1",
 
 def load_held_out(path, columns=None):
     """Read a file of --dev or --test: scored pairs [(sentence1, sentence2, score)], or a Retrieval. All pairs
-    form one list (STS setting "all"). `columns` are those of --dev-columns, or None: the header decides.
-    Without a header, the first or the third of three columns may have scores; of `columns`, the third."""
+    form one list (STS setting "all"). columns: --dev-columns, or None; in this case, the header decides.
+    Without a header, the first or third of three columns may have scores; with `columns`, only the third."""
     header, table = read_table(path, columns=columns, names=SCORED_PAIR, join=True, flag="--dev-columns")
     by_column, names = [*zip(*(cells for _, cells in table))], []
     if header and not columns:
@@ -48,7 +48,7 @@ def load_held_out(path, columns=None):
             pairs.append((one, two, float(score)))
     if len({score for *_, score in pairs}) < 2:
         fail(f"{path}: {len(pairs)} scored pairs whose scores are all equal, expected at least 2 different "
-             "scores: without them there is no correlation")
+             "scores: equal scores have no correlation")
     return pairs
 
 
@@ -68,9 +68,9 @@ def spearman(a, b):
 
 @torch.no_grad()
 def evaluate(model, data, impl="auto"):
-    """Score a model on data of load_held_out, without truncation to --max-length. Return the scores of
-    evaluate_retrieval or, for pairs, {"spearman": 100 ρ} and, as in Wang and Isola 2020, "alignment" of pairs
-    scored above 4 (if none has above 5), "uniformity" of sentences."""
+    """Score a model on data of load_held_out, without truncation to --max-length. Return evaluate_retrieval's
+    scores or, for pairs, {"spearman": 100 ρ, "alignment", "uniformity"} (Wang and Isola 2020). Alignment is
+    computed for pairs with scores above 4, and only if no score is above 5."""
     if isinstance(data, Retrieval):
         return evaluate_retrieval(model, data, impl)
     z, indices = model.embed([pair[side] for side in (0, 1) for pair in data])

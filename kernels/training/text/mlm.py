@@ -72,7 +72,7 @@ def masked_lm_loss(model, batch, impl="auto", protected=None):
 def embed_masked(model, group, impl, protected=None):
     """Mask tokens in one group of a batch (SentenceEncoder.batch), and run the encoder and the MLM head.
 
-    protected   function from ids (n, L) to bool (n, L): True for tokens that are not masked, as special ones
+    protected   function from ids (n, L) to bool (n, L): True for tokens to keep, besides special tokens
     returns     (embeddings (n, H), float (1, 2): sum of the chosen tokens' cross entropies, and their number)
     """
     _, ids, mask, *_ = group

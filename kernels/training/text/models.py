@@ -22,7 +22,7 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", **co
     """
     source = f"{flag} {name}"
     if name == "scratch" and texts is None:
-        fail(f"{source}: this makes an untrained model; name a folder or a model of the hub")
+        fail(f"{source}: scratch is a new, untrained model; give a folder or the name of a model on the hub")
     if name == "scratch":
         tokenizer = scratch_tokenizer(texts)
         shape = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512)
@@ -51,8 +51,8 @@ def load_text_model(name, texts=None, auto_class=AutoModel, flag="--model", **co
 
 
 def check_tokenizer(source, tokenizer, model):
-    """Fail if a tokenizer is slow, or if the model lacks embeddings for its ids. Give a tokenizer without a
-    padding token another token for padding."""
+    """Fail if a tokenizer is slow, or if the model lacks embeddings for the tokenizer's ids. If the
+    tokenizer has no padding token, let it use another token for padding."""
     if not tokenizer.is_fast:
         fail(f"{source}: {type(tokenizer).__name__} is a slow tokenizer, expected one with a tokenizer.json")
     rows = getattr(model.get_input_embeddings(), "num_embeddings", math.inf)

@@ -43,8 +43,8 @@ def load_retrieval(path, columns=None):
 
 @torch.no_grad()
 def evaluate_retrieval(model, data, impl="auto"):
-    """Rank the corpus of a Retrieval by its cosines with each query. Queries have the prompt of the first
-    column, all other texts that of the second. Return 100 × the means over queries of
+    """Rank the corpus of a Retrieval by cosines with each query. Queries get the prompt of the first column,
+    all other texts get the prompt of the second column. Return 100 × the means over queries of
 
     mrr@10       1 / rank of the first positive; 0 if the first 10 texts have none
     accuracy@1   1 if the first text is a positive, else 0

@@ -115,8 +115,8 @@ class TokenRows:
 
 
 def group_by_length(lengths, device, max_rows=None):
-    """Divide sequences into groups of least total cost. Each group will be padded to one tensor; it costs its
-    number of tokens, including padding, plus GROUP_COST.
+    """Divide sequences into groups with the least total cost. Each group will be padded to one tensor.
+    The cost of a group is its number of tokens, including padding, plus GROUP_COST.
 
     max_rows    maximum number of sequences in a group, or None
     returns     [[index of a sequence, ...] per group]
@@ -142,7 +142,7 @@ def cheapest_groups(lengths, cost):
 
 
 def restore_order(x, batch):
-    """Sort rows by row index. In x, they are in the order of the groups of `batch`."""
+    """Sort the rows of x by row index. In x, the rows are in the order of the groups of `batch`."""
     return x[torch.cat([indices for indices, *_ in batch]).argsort()]
 
 
