@@ -255,8 +255,8 @@ def one_vs_all_loss(z1, keys, f1, f2, phi, temperature, offset):
         lse = s.logsumexp(1)
         lse_negatives = s.scatter(1, own, -torch.inf).logsumexp(1)
         lse_but_hardest = s.scatter(1, hardest, -torch.inf).logsumexp(1)
-        others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)  # q of other negatives
-        # The terms are −log(1 − q) of the largest negative, −log q of the positive, −log(1 − q) of others.
+        others = (s - lse[:, None]).exp().scatter(1, torch.cat([own, hardest], 1), 0)
+        # The terms: −log(1 − q) of the largest negative, −log q of the positive, −log(1 − q) of the others.
         return (lse - lse_but_hardest - F.logsigmoid(s.gather(1, own)[:, 0] - lse_negatives)
                 - torch.log1p(-others).sum(1)).sum()
 

@@ -15,9 +15,9 @@ sum'_j, with the values of column j. If q is compared with itself (triangle=True
 omits the columns before its first row. The other columns start with a square: the rows of the strip, compared
 with themselves. A logit s_ij to the right of the square counts for row i and, as s_ji, also for row j.
 
-Gradients use max_i and sum_i, which are both stored, not lse_i. The rounding error of lse_i grows with |s|.
-With lse_i, all p_ij of row i would be wrong by one common factor. If τ is small or rows are equal,
-Σ_j p_ij k_j and the key of the positive would then not cancel in the gradient.
+Gradients use max_i and sum_i, which are both stored, not lse_i. The rounding error of lse_i grows with |s|:
+with lse_i, all p_ij of row i would be wrong by one common factor. Then Σ_j p_ij k_j would not cancel the key
+of the positive in the gradient, as it must if τ is small or rows are equal.
 
 eager.py needs 3 matrix products of 2·N·M·D operations each. This file needs up to 4, because it computes
 strips again for the gradients. triangle=True halves the operations. With triangle=False, a loss with only a

@@ -91,7 +91,7 @@ def check_share(x, rows, group):
     if len(x) != own.stop - own.start:
         found = f"{describe(rows)}, so rank {rank} of {world} needs {describe(own.stop - own.start)} rows"
         expected = "the number of rows of the whole batch, split over the processes by own_rows(rows)"
-        raise ValueError(f"rows: found {found}, but x has {len(x)}; expected {expected}")
+        raise ValueError(f"rows: found {found}, but x has {len(x)} rows; expected {expected}")
     return shares, rank
 
 

@@ -39,7 +39,7 @@ from simclr import CROPS, build_model
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Defaults of both stages, from v2's paper for 1 % of the labels. Distillation has the lr of pre-training.
+# Defaults of fine-tuning and distillation (v2's paper, 1 % of the labels); DISTILL has pre-training's lr
 FINETUNE = dict(batch_size=1024, epochs=60, lr=0.005, weight_decay=0.0, warmup_epochs=0, from_layer=1)
 DISTILL = dict(batch_size=4096, epochs=400, lr=0.1, weight_decay=1e-4, warmup_epochs=20, from_layer=0)
 

@@ -118,7 +118,7 @@ def accumulate_strips(dq, dk, given, weights):
         count = min(height, n - i)
         at = slice(i, i + count)
         w, x, side_at = strip[:count, :m], q[at], side[..., at]
-        for maxima in (True,) if shift is None else (False, True):    # with two launches, only one does work
+        for maxima in (True,) if shift is None else (False, True):    # of two launches, one returns at once
             all_tiles = cdiv(count, config["BLOCK_N"]) * tiles
             launch(sums_kernel, persistent_grid(all_tiles, q, config["num_warps"]),
                    table, None, strip, positive, shift, all_tiles, i, 0, count, m, strip.stride(0), *operands,

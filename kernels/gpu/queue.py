@@ -63,7 +63,7 @@ def queue_kernel(STATS, O, split_columns,
         m_i = m_new
     slot = tl.program_id(1).to(tl.int64) * N
     tl.store(STATS + 2 * slot + rows, m_i, mask=rows < N)
-    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # storing l would spill registers
+    tl.store(STATS + 2 * slot + N + rows, tl.log2(l_i), mask=rows < N)    # to store l_i would spill registers
     o = o / l_i[:, None]
     tl.store(O + (slot + rows)[:, None] * SHAPE.D + d[None, :], o,
              mask=(rows < N)[:, None] & (d < SHAPE.D)[None, :])

@@ -179,7 +179,7 @@ def softmax_factor(dloss_dlse, l_i):
 
 @triton.jit
 def load_factors(SIDE, at):
-    """Return (factor, m) of SIDE at the indices `at`; if the loss lacks SIDE, (1, 0) as placeholders."""
+    """Return (factor, m) of the rows (or columns) `at`; (1, 0) if the loss has no softmax of this side."""
     factor, m = 1.0, 0.0
     if SIDE.factor is not None:
         factor, m = tl.load(SIDE.factor + at), tl.load(SIDE.m + at)

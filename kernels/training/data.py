@@ -31,7 +31,7 @@ OTHER_COLUMNS = [*NO_TEXTS, *"""hypothesis entity positiveentity negativeentity 
                                 originentity original synonym antonym""".split()]
 FIRST_ROWS = 20                                                # so many rows are read to find the columns
 NUMBER = r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?"               # float() would also accept 1_0, nan and inf
-NAME = r"[^\W\d_][\w-]*"                                      # unusual column names must match this
+NAME = r"[^\W\d_][\w-]*"                                      # a column name that is in no list above
 IDENTIFIER = r"[\w.:/+-]*\d[\w.:/+-]*"                          # a number, or a word with a digit
 LETTER = r"[^\W\d_]"
 QUOTED = "a cell is quoted as in .csv, but a .tsv has no quotes; write it as .csv, or without quotes"

@@ -110,7 +110,7 @@ class BatchUnpickler(pickle.Unpickler):
         """Return a replacement for a class or function used in CIFAR's batches; else raise ValueError."""
         known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
                  "numpy._core.multiarray._reconstruct": StandIn,
-                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # Python 3 pickles bytes so
+                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # bytes of Python 3
         if f"{module}.{name}" not in known:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
         return known[f"{module}.{name}"]

@@ -110,7 +110,7 @@ class SentenceEncoder(torch.nn.Module):
             hidden = (hidden + layers[other]) / 2
         if self.pooling.startswith("avg"):     # special tokens count, padding does not
             z = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-        elif self.pooling == "last":           # the last token, because padding is on the right
+        elif self.pooling == "last":           # padding is on the right of the last token
             z = hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
         else:
             z = hidden[:, 0]
