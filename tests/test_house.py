@@ -16,10 +16,10 @@ MORE = sorted((ROOT / "docs" / "more").glob("*.py"))           # code of further
 ALL_SCRIPTS = [*SCRIPTS, *(file for file in MORE if "def make_parser" in file.read_text("utf-8"))]
 CODE = [*SCRIPTS, *MORE, PLOT, *sorted(KERNELS.rglob("*.py"))]
 # {part: (its files, largest sum of their lines)}. A limit may only fall.
-LENGTHS = {**{file.name: ([file], 440) for file in SCRIPTS}, "the ten scripts": (SCRIPTS, 3_280),
+LENGTHS = {**{file.name: ([file], 440) for file in SCRIPTS}, "the ten scripts": (SCRIPTS, 3_279),
            "simcse.py": ([ROOT / "simcse.py"], 215), "README.md": ([ROOT / "README.md"], 130),
            "kernels": (set(KERNELS.rglob("*.py")) - {*CORE.rglob("*.py"), BENCHMARK}, 4_205),
-           "benchmark": ([BENCHMARK], 390), "training": (TRAINING, 4_098), "papers": (PAPERS, 781),
+           "benchmark": ([BENCHMARK], 390), "training": (TRAINING, 4_097), "papers": (PAPERS, 781),
            "further papers": (MORE, 2_069), "tests": (list((ROOT / "tests").rglob("*.py")), 8_741)}
 T, TEXT, IMAGES = "kernels.training", "kernels.training.text", "kernels.training.images"
 # {folder: folders from which its modules may import, beside the folder itself}; "": the folder of the scripts
