@@ -192,7 +192,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
     checks.check_integer("steps", steps, 0)
     checks.check_number("step_size", step_size)
     z1, z2 = unit_rows(z1), unit_rows(z2)
-    batch_lse = z1.new_tensor(-torch.inf)        # this is log 0, because the paper's sum has no terms with z2
+    batch_lse = z1.new_tensor(-torch.inf)                  # this is log 0; only the code's sum contains z2
     if form == "code":
         batch_lse = similarity_lse(z1, z2, temperature, impl=impl)
     for _ in range(steps if len(noise) else 0):
@@ -202,7 +202,7 @@ def noise_negatives(z1, z2, noise, steps=4, step_size=1e-3, temperature=0.05, fo
             gradient = torch.autograd.grad(torch.logaddexp(noise_lse, batch_lse).sum(), noise)[0]
         if all_reduce is not None:
             all_reduce(gradient)
-        largest = gradient.abs().amax(1, keepdim=True)      # F.normalize squares entries, which may underflow
+        largest = gradient.abs().amax(1, keepdim=True)       # dividing by it avoids underflow in F.normalize
         noise = noise + step_size * F.normalize(gradient / largest.where(largest > 0, 1), dim=1)
     return noise.detach()
 

@@ -190,7 +190,7 @@ def sup_con_loss(z, labels=None, temperature=0.07, base_temperature=None, *, gat
 
 
 def check_labels(z, labels, all_z, all_labels, offset):
-    """Raise ValueError if no view has a positive, or if (z, labels) do not fit (all_z, all_labels)."""
+    """Raise ValueError for one view without labels, or if (z, labels) do not fit (all_z, all_labels)."""
     checks.check_rows(offset, z=(z, "N V D"), labels=(labels, "N", int, None), **{
         "gathered: z": (all_z, "M V D"), "gathered: labels": (all_labels, "M", int, None)})
     if (labels is None) != (all_labels is None):

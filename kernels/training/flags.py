@@ -67,8 +67,8 @@ SHARED_FLAGS = {
                                    help="w, added to the logits of an anchor's own hard negatives"),
     "--batch-size": dict(group="training", type=at_least(1, int), help="rows per step, summed over all GPUs"),
     "--chunk-size": dict(group="training", type=at_least(1, int),
-                         help="encode at most this many texts or images at a time (GradCache); gradients are "
-                              "those of the full batch, except for batch norms; default the whole batch"),
+                         help="encode at most this many texts or images at once to save memory (GradCache); "
+                              "gradients are those of the full batch, except for batch norms; default no limit"),
     "--ring": dict(group="training", action="store_true",
                    help="for huge batches: pass embeddings from GPU to GPU, so that no GPU stores them all"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),

@@ -1,8 +1,7 @@
-"""The blocks of docs/drop-ins.md, run as they are printed, equal the losses that they replace.
-
-Losses of vectors are compared with formulas. All losses are compared with those of the installed libraries.
-"""
+"""The blocks of docs/drop-ins.md, run as they are printed, equal the losses that they replace: losses of
+vectors are compared with formulas, and all losses with those of the installed libraries."""
 import importlib.util
+import itertools
 import re
 
 import pytest
@@ -23,6 +22,7 @@ LIBRARY = {"ranking": f"{ST}.MultipleNegativesRankingLoss",
            "bank": "lightly.loss.NTXentLoss", "sup con": f"{METRIC}.SupConLoss",
            "metric": f"{METRIC}.NTXentLoss"}
 TEXT, PAIRS, LABELLED = ["ranking", "cached", "sorted"], ["clip", "siglip", "lightly"], ["sup con", "metric"]
+GATHER = ["gather_rows", "ring_rows"]                          # as printed, and as the page allows
 BLOCKS = dict(zip(LIBRARY, re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S), strict=True))
 BEFORE = {"cached": ["ranking"], "sorted": ["ranking", "cached"]}              # blocks that must run first
 LABELS = {"pairs": torch.arange(8) // 2, "single rows": torch.tensor([3, 1, 3, 7, 1, 3, 0, 9]),
@@ -30,9 +30,9 @@ LABELS = {"pairs": torch.arange(8) // 2, "single rows": torch.tensor([3, 1, 3, 7
           "one row": torch.tensor([2]), "many": torch.arange(60) * 7 % 9}
 
 
-def ours(title, *args, code=None, **settings):
+def ours(title, *args, code=None, gather=GATHER[0], **settings):
     """Return the loss that a block defines, or that `code`, a changed block, defines."""
-    names, code = {}, code or BLOCKS[title]
+    names, code = {}, (code or BLOCKS[title]).replace(GATHER[0], gather)
     exec("".join(BLOCKS[x] for x in BEFORE.get(title, ())) + code, names)
     return names[re.findall(r"^class (\w+)", code, re.M)[0]](*args, **settings)
 
@@ -205,9 +205,9 @@ def test_trainer(title, bert, tmp_path):
 # ── two processes ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def vectors_of_process(title, rank):
+def vectors_of_process(title, gather, rank):
     """Return this process's loss, the mean over its four of eight pairs, and the gradients of this loss."""
-    settings = dict(gather_distributed=True) if title == "lightly" else {}
+    settings = dict(gather=gather) | (dict(gather_distributed=True) if title == "lightly" else {})
     x, y, *scalars = inputs(title, 8)
     return results(ours(title, **settings), x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4], *scalars)
 
@@ -225,7 +225,7 @@ def texts_of_process(title, rank, bert):
 
 def one_process(rank, bert, folder):
     """Save {title: results} of one of two processes."""
-    found = {title: vectors_of_process(title, rank) for title in PAIRS}
+    found = {case: vectors_of_process(*case, rank) for case in itertools.product(PAIRS, GATHER)}
     if importlib.util.find_spec("sentence_transformers"):
         found |= {title: texts_of_process(title, rank, bert) for title in TEXT}
     torch.save(found, folder / f"{rank}.pt")
@@ -239,12 +239,12 @@ def processes(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("title", PAIRS)
-def test_pairs_of_two_processes(title, processes):
+@pytest.mark.parametrize("title, gather", itertools.product(PAIRS, GATHER))
+def test_pairs_of_two_processes(title, gather, processes):
     """The mean of both losses is the loss of one process with all rows. The gradients are twice those of one
     process, because each loss is a mean over half of the rows."""
     wanted_loss, *wanted = results(ours(title), *inputs(title, 8))
-    (loss, *gradients), (other, *others) = (found[title] for found in processes)
+    (loss, *gradients), (other, *others) = (found[title, gather] for found in processes)
     rows = [torch.cat(parts) for parts in zip(gradients[:2], others[:2])]
     scalars = [sum(parts) for parts in zip(gradients[2:], others[2:])]
     assert_equal([(loss + other) / 2, *rows, *scalars], [wanted_loss, *(2 * part for part in wanted)])

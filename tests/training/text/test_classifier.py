@@ -42,14 +42,14 @@ def test_columns_and_tasks(tmp_path, kind, content, flags, texts, answer, labels
     (["Great,good", "So so.,bad", "Fine.,good"], "bad good"),                  # no header: a known label
     (["A film.,caf\u00e9", "So so.,cafe\u0301", "Fine.,tea"], "caf\u00e9 tea")])
 def test_headers_and_spellings(lines, labels, tmp_path, capsys):
-    """A first row with a label that no other row has is a header. It is shown beside the first row."""
+    """A first row with a label that no other row has is a header. Header and names of columns are shown."""
     (tmp_path / "a.csv").write_text("\n".join(lines))
     args = make_parser().parse_args(["--data", str(tmp_path / "a.csv"), "--batch-size", "2"])
-    rows = load_data(args.data, args)
-    is_header = len(rows) < len(lines)
+    is_header = len(load_data(args.data, args)) < len(lines)
     assert " ".join(args.labels) == labels and is_header == (lines[0][:4] in ("revi", "word", "The ", "text"))
     header = f"(after the header {lines[0].replace(',', ', ')})"
-    assert (header in capsys.readouterr().out) == is_header
+    shown, column = capsys.readouterr().out, lines[0].split(",")[1] if is_header else 2
+    assert (header in shown) == is_header and f'  label {column} "' in shown
 
 
 def test_data_without_a_header_and_dev_with_one(tmp_path):
