@@ -68,7 +68,7 @@ SHARED_FLAGS = {
     "--batch-size": dict(group="training", type=at_least(1, int), help="rows per step, summed over all GPUs"),
     "--chunk-size": dict(group="training", type=at_least(1, int),
                          help="encode at most this many texts or images at once to save memory (GradCache); "
-                              "gradients are those of the full batch, except for batch norms; default no limit"),
+                              "gradients are those of the full batch, except for batch norms; default all"),
     "--ring": dict(group="training", action="store_true",
                    help="for huge batches: pass embeddings from GPU to GPU, so that no GPU stores them all"),
     "--epochs": dict(group="training", type=at_least(1, int), help="passes over the training data"),
