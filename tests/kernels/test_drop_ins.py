@@ -239,7 +239,7 @@ def processes(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("title, gather", itertools.product(PAIRS, GATHER))
+@pytest.mark.parametrize("title, gather", [*itertools.product(PAIRS, GATHER)])
 def test_pairs_of_two_processes(title, gather, processes):
     """The mean of both losses is the loss of one process with all rows. The gradients are twice those of one
     process, because each loss is a mean over half of the rows."""
