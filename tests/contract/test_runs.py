@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import AutoModel
 
 from good import FLAGS, words
 from kernels.training.text import mlm
@@ -75,6 +76,27 @@ RUNS = {
 
 def test_every_script_is_in_these_tables():
     assert FLAGS.keys() == RUNS.keys() == {*SCRIPTS, *MORE}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """Return the folder of an encoder that simcse.py has trained for 30 steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(["simcse", "--model", "scratch", "--data", DATA / "nli.csv", "--steps", 30, "--out", "out"], folder)
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def spoiled(trained, tmp_path_factory):
+    """Return the trained encoder's folder with a random last layer, so that lower layers embed better."""
+    folder = shutil.copytree(trained, tmp_path_factory.mktemp("spoiled") / "out")
+    model = AutoModel.from_pretrained(trained)
+    torch.manual_seed(0)
+    for weight in model.encoder.layer[-1].parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
