@@ -69,6 +69,7 @@ class Call(NamedTuple):
         if self.impl == "blockwise":
             return blockwise
         from . import gpu  # this import needs Triton
+        gpu.check_device(self.q)
         return gpu
 
 

@@ -52,12 +52,12 @@ def embed_in_chunks(embed, chunks, module):
     if not chunks:
         raise ValueError("chunks: found none, expected at least one")
     if module is None or not torch.is_grad_enabled() or len(chunks) == 1:
-        return concatenate([embed_chunk(embed, chunk) for chunk in chunks])
+        return cat_rows([embed_chunk(embed, chunk) for chunk in chunks])
     weights = [*module.parameters()]
     trained = next((weight for weight in weights if weight.requires_grad), None)
     if trained is None:
         raise ValueError("module: no parameter requires a gradient; for a frozen module pass module=None")
-    return concatenate([EmbedChunk.apply(embed, chunk, module, weights, trained) for chunk in chunks])
+    return cat_rows([EmbedChunk.apply(embed, chunk, module, weights, trained) for chunk in chunks])
 
 
 def embed_chunk(embed, chunk):
@@ -131,11 +131,3 @@ def version(x):
     if isinstance(x, Mapping):                                 # transformers.BatchEncoding is a Mapping, too
         return [(key, version(value)) for key, value in x.items()]
     return [version(item) for item in x] if isinstance(x, (tuple, list)) else id(x)
-
-
-def concatenate(parts):
-    """Return torch.cat of the embeddings of all chunks; raise ValueError if their rows differ in shape."""
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        raise ValueError(f"embed: found rows of shapes {sorted(shapes)}, expected one shape for all chunks")
-    return cat_rows(parts)

@@ -22,16 +22,6 @@ from .eager import cast, round_forward
 from .masks import Mask
 
 
-def without_compile(function):
-    """Decorate a function so that torch.compile does not trace it (graph break)."""
-    disabled = torch.compiler.disable(function)
-
-    @functools.wraps(function)
-    def run(*arguments, **named):
-        return (disabled if torch.compiler.is_compiling() else function)(*arguments, **named)
-    return run
-
-
 def outside_autocast(function):
     """Decorate forward(ctx, x, ...) or backward(ctx, x, ...) to run on x's device, with autocast off."""
     @functools.wraps(function)
@@ -118,21 +108,21 @@ def scaled(x, factor, dtype):
 # ── the operations ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@without_compile
+@torch.compiler.disable
 def similarity_lse(call):
     """Return the log-sum-exp of each row (N,)."""
     compute = call.compute
     return TwoPasses.apply(*call[:3], call, compute.similarity_lse, compute.similarity_lse_backward)
 
 
-@without_compile
+@torch.compiler.disable
 def similarity_topk(call, n):
     """Return (products (N, n), their columns (N, n)), largest first; see call.similarity_topk."""
     with torch.cuda.device_of(call.q), torch.autocast(call.q.device.type, enabled=False):
         return call.compute.similarity_topk(call, n)
 
 
-@without_compile
+@torch.compiler.disable
 def softmax_loss(call, both=False, weights=None):
     """Return the cross entropy Σ_i w_i softplus(lse_i − q_i·k_p/τ), where p is the positive of row i.
 
@@ -140,7 +130,7 @@ def softmax_loss(call, both=False, weights=None):
     loss this is more accurate than the usual factor 1 − softmax, which loses digits (such as 1 − 0.999).
 
     both     True: the mean of the row-softmax loss (one softmax per row i, dim=1) and the column-softmax loss
-             (one per column j, dim=0), as in CLIP
+             (one per column j, dim=0), as in CLIP. The mask then excludes only the positives
     weights  w (N,), weights of the rows in [0, 1]; None: all are 1/N
     """
     compute, needs = call.compute, call.needs
@@ -152,14 +142,14 @@ def softmax_loss(call, both=False, weights=None):
     return TwoPasses.apply(*call[:3], call, forward, backward)
 
 
-@without_compile
+@torch.compiler.disable
 def queue_loss(call, queue):
     """Return the mean of softplus(lse_i − q_i·k_i/τ); lse_i sums over the queue, which gets no gradient."""
     loss = functools.partial(call.compute.queue_loss, call, queue.to(call.product_dtype), call.needs)
     return GradientInForward.apply(*call[:3], None, loss)
 
 
-@without_compile
+@torch.compiler.disable
 def sigmoid_loss(call, bias):
     """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives (excluded by the mask), else +."""
     needs = *call.needs, torch.is_grad_enabled() and bias.requires_grad
@@ -167,7 +157,7 @@ def sigmoid_loss(call, bias):
     return GradientInForward.apply(*call[:3], bias, loss)
 
 
-@without_compile
+@torch.compiler.disable
 def sup_con_loss(call, views, labels, offset):
     """Return the value of eager.sup_con_loss, without storing a large matrix of pairs of views.
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from .blockwise import gradient_of_temperature, merge_stats, new_stats, rows_of, subtract_positives
 from .eager import cast
-from .fused import TwoPasses, without_compile
+from .fused import TwoPasses
 from .gather import cat_rows, check_share
 from .masks import positive_columns
 
@@ -135,7 +135,7 @@ def sum_over_blocks(call, needs, gradients_of, targets=None, dlse=None):
 # ── operations of a call with a ring ────────────────────────────────────────────────────────────────────────
 
 
-@without_compile
+@torch.compiler.disable
 def similarity_lse(call, targets=None):
     """Return the log-sum-exp of each row (N,) or, with targets from own_positives, the mean loss."""
     return TwoPasses.apply(*call[:3], call, lambda call: lse_forward(call, targets), lse_backward)
@@ -173,7 +173,7 @@ def lse_backward(call, grad, targets, dloss_dlse, stats, *rest):
     return sum_over_blocks(call, rest[-1], gradients_of, targets, dlse)
 
 
-@without_compile
+@torch.compiler.disable
 def sigmoid_loss(call, bias):
     """Return 1/N Σ_ij softplus(∓(q_i·k_j/τ + bias)): − for positives (keys of this rank), else +."""
     own_positives(call)                  # this raises ValueError if the positives are not this process's keys

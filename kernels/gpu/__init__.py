@@ -48,6 +48,7 @@ blockwise.py computes dτ of the queue loss, and similarity_topk if n is too lar
 from .fused_forward_backward import softmax_loss
 from .gradient import similarity_lse_backward, softmax_loss_backward
 from .heuristics import fuses_backward
+from .launch import check_device
 from .lse_forward import similarity_lse, softmax_loss_forward
 from .queue import queue_loss
 from .sigmoid import sigmoid_loss

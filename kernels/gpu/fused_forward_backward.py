@@ -28,8 +28,7 @@ import torch
 import triton.language as tl
 
 from .heuristics import cdiv, gradient_dtype, round_up, strip_height
-from .launch import (
-    aligned, capability, check_device, kernel_args, launch, persistent_grid, temperature_of, tile_config)
+from .launch import aligned, capability, kernel_args, launch, persistent_grid, temperature_of, tile_config
 from .lse_forward import merge_stats, sums_kernel
 from .products import (
     GradientScaling, add_product, finish_gradients, gradient_of_temperature, gradient_sums, without_padding)
@@ -82,7 +81,6 @@ def scale_queries_kernel(SCALED_Q, Q, FACTOR, SHIFT, count, features, q_stride, 
 
 def softmax_loss(call, both, weights, needs):
     """Return (loss, dq (N, D), dk (M, D), dτ) for both=False. Unneeded dq, dk are empty, dτ is None."""
-    check_device(call.q)
     given, sums = call.rounded, gradient_sums(call, needs)
     loss, side, shift = accumulate_strips(*sums, given, weights)
     factor = 1 / len(call.q) if weights is None else 1.0

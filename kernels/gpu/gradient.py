@@ -28,7 +28,7 @@ import triton.language as tl
 
 from .gradient_small_d import small_d_gradients
 from .heuristics import is_small_d
-from .launch import aligned, capability, check_device, kernel_args, launch, persistent_grid, tile_config
+from .launch import aligned, capability, kernel_args, launch, persistent_grid, tile_config
 from .products import (
     GradientScaling, add_blocks, finish_gradients, gradient_of_temperature, gradient_sums, without_padding)
 from .shift import Sides, as_side, make_side
@@ -122,7 +122,6 @@ def gradients(call, sides, scaling, needs):
            is the whole gradient
     needs  three flags: whether the gradients of q, k and the temperature are needed
     """
-    check_device(call.q)
     compute = small_d_gradients if is_small_d(call) else large_d_gradients
     dq, dk, dot = compute(call, sides, scaling, needs)
     return dq, dk, gradient_of_temperature(call, dot, needs)

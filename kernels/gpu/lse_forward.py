@@ -32,8 +32,7 @@ import triton
 import triton.language as tl
 
 from .heuristics import cdiv, table_block_shape
-from .launch import (
-    aligned, check_device, kernel_args, launch, persistent_grid, swapped, temperature_of, tile_config)
+from .launch import aligned, kernel_args, launch, persistent_grid, swapped, temperature_of, tile_config
 from .shift import MIN_LOG2_SUM, new_sides, shift_of_norms
 from .tiles import (
     LOG2E, add_tile_product, cast_for_matmul, count_steps, exp2_scaled,
@@ -221,7 +220,6 @@ def softmax_loss_forward(call, both, weights):
 
 def forward(call, both=False, loss=False, weights=None):
     """Return (lse or loss, stats (1 or 2, 2, N), sides or None, COMMON_M or None) for the functions above."""
-    check_device(call.q)
     call, triangle = aligned(call), call.k is None
     n, m = call.q.shape[0], call.keys.shape[0]                     # m is the number of keys
     sides, device = 2 if both else 1, call.q.device
@@ -292,8 +290,8 @@ def merge_stats(stats, table, overwrite=False, lse=None, positive=None, sides=No
     """Merge m and l of tiles into stats, write lse if given, and return partial sums of the loss or None.
 
     stats      (sides, 2, N): m and l
-    table      (2, tiles, N): m and l of the rows; with two sides, the columns' table comes next in memory.
-               None: there is nothing to merge
+    table      (2, tiles, N): m and l of the rows. With two sides, the columns' table comes next in memory; it
+               has as many tiles, because tiles are square. None: there is nothing to merge
     overwrite  True: ignore the old content of stats
     lse        (N,) output, or None
     positive   (N,) dot products of the positives; None: compute no loss

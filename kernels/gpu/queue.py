@@ -28,8 +28,7 @@ import triton.language as tl
 from ..blockwise import gradient_of_temperature
 from .gradient import similarity_lse_backward
 from .heuristics import MAX_QUEUE_D, cdiv, power_of_2
-from .launch import (
-    aligned, check_device, kernel_args, launch, multiprocessors, temperature_of, tile_config)
+from .launch import aligned, kernel_args, launch, multiprocessors, temperature_of, tile_config
 from .lse_forward import similarity_lse
 from .tiles import (
     LOG2E, exp2_scaled, finite_max, kernel, load_tile, log2e_over_tau, lse_minus_positive, softplus)
@@ -102,7 +101,6 @@ def merge_splits_kernel(LOSS, DQ, DK, STATS, SPLIT_O, Q, POSITIVE_KEYS, MASK, lo
 
 def queue_loss(call, queue, needs):
     """Return float32 (mean loss, dq (N, D), dk (N, D), dτ); call.k holds the positives."""
-    check_device(call.q)
     if call.product_dtype.itemsize != 2 or call.q.shape[1] > MAX_QUEUE_D:
         return queue_loss_of_lse(call, queue, needs)
     given = call.rounded

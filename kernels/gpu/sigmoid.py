@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from .heuristics import cdiv, gradient_dtype
-from .launch import aligned, check_device, is_host_scalar, kernel_args, launch, persistent_grid, tile_config
+from .launch import aligned, is_host_scalar, kernel_args, launch, persistent_grid, tile_config
 from .lse_forward import mask_tile
 from .products import (
     GradientScaling, add_blocks, finish_gradients, gradient_of_temperature, gradient_sums, without_padding)
@@ -83,7 +83,6 @@ def finish_sigmoid_kernel(LOSS, BIAS_GRADIENT, COEFFICIENTS, TILE_SUMS, POSITIVE
 
 def sigmoid_loss(call, bias, needs, grad=None):
     """Return (loss, dq, dk, dτ, db). Unneeded dq, dk are empty, unneeded dτ is None; dτ also needs dq."""
-    check_device(call.q)
     given, sums = call.rounded, gradient_sums(call, needs)
     padded = aligned(given)
     (n, _), config = padded.q.shape, tile_config(padded.q, padded.mask)

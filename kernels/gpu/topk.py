@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .. import blockwise
 from .heuristics import TOPK_SLOTS, cdiv, power_of_2
-from .launch import aligned, check_device, kernel_args, launch, multiprocessors, tile_config
+from .launch import aligned, kernel_args, launch, multiprocessors, tile_config
 from .tiles import keep_mask, kernel, qk_tile
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -56,7 +56,6 @@ def similarity_topk(call, n):
     """Return (values (N, n) float32, columns (N, n) int64), largest first; see kernels.similarity_topk."""
     if n > TOPK_SLOTS:
         return blockwise.similarity_topk(call, n)
-    check_device(call.q)
     call = aligned(call)
     config = tile_config(call.q, call.mask)
     config |= dict(BLOCK_N=64, BLOCK_M=min(64, config["BLOCK_M"]), num_warps=8)    # slots need many registers
