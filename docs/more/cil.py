@@ -291,8 +291,7 @@ def main(argv=None):
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
             scores = evaluate(model, dev, args) if dev else {}
-            by, shown = ("auc", f"{scores['auc']:.2f}") if dev else (None, "")
-            if run.should_save(scores, by, shown):
+            if run.should_save(scores, "auc", f"{scores['auc']:.2f}" if dev else ""):
                 save_transformer(run, model.lm, model.tokenizer,
                                  {"heads.safetensors": model.heads.state_dict()})
     before, after = run.extra_state["before"], run.extra_state["saved"]

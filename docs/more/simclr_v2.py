@@ -29,9 +29,8 @@ sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from kernels import check_rows, checks, own_rows
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, image_flags
-from kernels.training.images import encoders
+from kernels.training.images import encoders, evaluation
 from kernels.training.images.dataset import ImageDataset
-from kernels.training.images.evaluation import average_batch_statistics
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_cosine
 from kernels.training.papers.simclr_lars import LARS, make_optimizer
 from kernels.training.run import Run
@@ -188,14 +187,6 @@ def accuracy(model, images):
     return 100 * (predicted == labels).float().mean().item()
 
 
-def evaluate_and_save(model, images, run):
-    """Evaluate the model, and save it for any score: test images must not select the checkpoint."""
-    average_batch_statistics(model)
-    scores = {"top1": accuracy(model, images)} if images.test else {}
-    if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
-        encoders.save_encoder(model, run, images.size)
-
-
 def evaluate_model(args):
     """Run --evaluate: print the accuracy of --model on the images of --dev, or on the test set in --data."""
     args.data = args.data or args.dev
@@ -240,7 +231,7 @@ def main(argv=None):
         optimizer.step()
         run.log_metrics(values, lr=optimizer.param_groups[0]["lr"])
         if run.eval_due:
-            evaluate_and_save(model, images, run)
+            evaluation.evaluate_and_save(model, images, run, "top1", accuracy)
     run.finish(f"top-1 {run.extra_state['saved']['top1']:.2f} %, " if images.test else "")
     log("load", f'simclr_v2.load_classifier("{args.out}"), with docs/more on PYTHONPATH')
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
-from transformers import dynamic_module_utils as remote_code
 from transformers.utils import cached_file
 
 from .errors import UserError, fail, is_out_of_memory, log
@@ -14,8 +13,6 @@ from .errors import UserError, fail, is_out_of_memory, log
 def loading(label):
     """Context manager around code that reads a model. Python code in the model folder is not run. An
     exception from a damaged or unsupported model becomes a UserError, whose message begins with `label`."""
-    before = remote_code.TIME_OUT_REMOTE_CODE
-    remote_code.TIME_OUT_REMOTE_CODE = 0       # do not ask the user whether to run a model's code
     try:
         yield
     except UserError:
@@ -24,12 +21,10 @@ def loading(label):
         text = " ".join(str(error).split())
         if is_out_of_memory(error):
             raise
-        if "custom code" in text or "This code is timed out" in text:
+        if "custom code" in text:
             fail(f"{label}: needs its own Python code, which is never run here; expected an architecture "
                  "of the transformers library")
         fail(f"{label}: {type(error).__name__}: {text[:300]}")
-    finally:
-        remote_code.TIME_OUT_REMOTE_CODE = before
 
 
 def read_config(label, name, overrides=(), hint=""):

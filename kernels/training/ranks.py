@@ -46,8 +46,6 @@ def join_group(device):
     waiting.daemon = True
     waiting.start()
     try:
-        if rank() >= world_size():
-            raise ValueError("RANK must be less than WORLD_SIZE")
         socket.getaddrinfo(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         with signals_handled_by(signal.SIG_DFL):               # with SIG_DFL, Ctrl-C works even in C++ code
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)

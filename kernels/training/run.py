@@ -266,8 +266,7 @@ class Run:
             row = {"step": step, **values, "seconds": round(self.clock.seconds(), 3)}
             self.write_metrics(row)
             line = step_line(self.clock, row, total, self.args, self.shown_score)
-            evaluated = {"best", "saved"} & values.keys()
-            on_bar = sys.stdout.isatty() and not evaluated
+            on_bar = sys.stdout.isatty() and not self.eval_due
             write(clear_bar(sys.stdout) + line + ("" if on_bar else "\n"), sys.stdout)
 
     def write_metrics(self, row):

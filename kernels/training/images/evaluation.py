@@ -1,4 +1,6 @@
 """Evaluation of image encoders: accuracy of k nearest neighbours (kNN), and of a linear probe."""
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,11 +25,12 @@ def evaluate_before(model, images, run):
         log("before", f"kNN {run.extra_state['before']['knn']:.2f} % (k = {neighbours(images)})")
 
 
-def evaluate_and_save(model, images, run):
+def evaluate_and_save(model, images, run, name="knn", score=None):
     """Evaluate the model, and save it even if the previous checkpoint has a better score: test images must
-    not select the checkpoint."""
+    not select the checkpoint. score: function (model, images) → the score `name`; None: evaluate_knn."""
     average_batch_statistics(model)
-    scores = {"knn": evaluate_knn(model, images, run.impl)} if images.test else {}
+    score = score or functools.partial(evaluate_knn, impl=run.impl)
+    scores = {name: score(model, images)} if images.test else {}
     if run.should_save(scores, shown="".join(f"{score:.2f}" for score in scores.values())):
         encoders.save_encoder(model, run, images.size)
 

@@ -13,6 +13,9 @@ from ..out import names_below
 from .loading import ImageArrays, ImageFiles
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# what a pickled array needs, by Python 2 (CIFAR's files), by Python 3, and by NumPy 2
+ALLOWED = {"numpy.ndarray", "numpy.dtype", "numpy.core.multiarray._reconstruct",
+           "numpy._core.multiarray._reconstruct", "_codecs.encode"}
 SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
 
 
@@ -88,32 +91,17 @@ def read_batch(path):
     with one_line_errors(path), open(path, "rb") as file:
         batch = BatchUnpickler(file, fix_imports=False, encoding="bytes").load()
         labels = batch.get(b"labels", batch.get(b"fine_labels"))
-        return batch[b"data"].values.reshape(-1, 3072), np.array(labels, np.int64)
-
-
-class StandIn:
-    """Replaces an array or its dtype when CIFAR's batches are unpickled. values: content of the array."""
-
-    def __init__(self, *_):
-        pass
-
-    def __setstate__(self, state):
-        if len(state) == 5:                                    # arrays have 5 parts; dtypes have 8, unused
-            _, shape, _, is_fortran, data = state
-            self.values = np.frombuffer(data, np.uint8).reshape(shape, order="F" if is_fortran else "C")
+        return batch[b"data"].reshape(-1, 3072), np.array(labels, np.int64)
 
 
 class BatchUnpickler(pickle.Unpickler):
     """Reads CIFAR's batches. Unlike pickle.Unpickler, it does not import functions that a file names."""
 
     def find_class(self, module, name):
-        """Return a replacement for a class or function used in CIFAR's batches; else raise ValueError."""
-        known = {"numpy.ndarray": None, "numpy.dtype": StandIn, "numpy.core.multiarray._reconstruct": StandIn,
-                 "numpy._core.multiarray._reconstruct": StandIn,
-                 "_codecs.encode": lambda text, _: text.encode("latin-1")}         # bytes of Python 3
-        if f"{module}.{name}" not in known:
+        """Return a class or function that CIFAR's batches use; raise ValueError for all others."""
+        if f"{module}.{name}" not in ALLOWED:
             raise ValueError(f"contains {module}.{name}, which CIFAR batches never contain")
-        return known[f"{module}.{name}"]
+        return super().find_class(module, name)
 
 
 def list_folder(path):
