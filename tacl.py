@@ -17,8 +17,8 @@ positions chosen for masking, j runs over all positions of the sequence of i, an
 Data (--data, --dev): one sentence per line, a blank line between documents. The first two commands make
 such files. An evaluation on --dev reports the three losses and two other scores:
     accuracy            percentage of masked positions i where t_i is the teacher's vector nearest to s_i
-    token similarity    mean cosine of two tokens of a sentence, for each layer. There are two versions: a
-                        mean over sentences without [CLS] and [SEP]; a mean over token pairs with both (paper)
+    token similarity    mean cosine of two tokens of a sentence, for each layer. First without [CLS] and
+                        [SEP], a mean over sentences; then with both, a mean over token pairs (released code)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
 Published results of bert-base-uncased, before → after TaCL's training on English Wikipedia (our defaults).
