@@ -174,7 +174,7 @@ def main(argv=None):
     warmup = math.ceil(total / 10)
     args.eval_every = args.eval_every or epoch
     optimizer = torch.optim.AdamW(decay_groups(model, args.weight_decay), args.lr)
-    run.begin(model, optimizer, total)
+    run.begin(model, optimizer, total, warmup)
     for step, batch in run.steps(total, len(train)):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
         rows = [train[i] for i in batch[own_rows(len(batch))]]

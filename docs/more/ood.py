@@ -76,10 +76,10 @@ def load_unseen(args):
         fail("--ood needs the package scikit-learn; run pip install scikit-learn")
     count, columns = args.widths[0] - 1, (args.columns or ())[:-1]     # args.columns is None without a header
     header, _ = read_table(args.ood, names=columns)
-    _, table = read_table(args.ood, empty_cell, columns=columns if header and columns else None)
+    _, table = read_table(args.ood, empty_cell, columns=columns if header else None)
     rows = [(tuple(texts), 0) for _, texts in table]
     if len(rows[0][0]) != count:
-        fail(f"{args.ood}: {len(rows[0][0])} columns, expected {count} text columns, as in {args.data}")
+        fail(f"{args.ood}: {len(rows[0][0])} columns, expected {count}, the texts per row of {args.data}")
     log("data", f"{len(rows):,} texts of unseen classes from {args.ood}")
     return rows
 
@@ -237,7 +237,7 @@ def main(argv=None):
     warmup = math.ceil(total / 10)
     args.eval_every = args.eval_every or epoch
     optimizer = torch.optim.AdamW(decay_groups(model, args.weight_decay), args.lr)
-    run.begin(model, optimizer, total)
+    run.begin(model, optimizer, total, warmup)
     for step, picked in run.steps(total, len(data["train"])):
         set_lr(optimizer, warmup_linear(step - 1, total, warmup, args.lr))
         batch = make_batch([data["train"][i] for i in picked[own_rows(len(picked))]], model)

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 
 sys.path.insert(1, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))  # where kernels/ is
 from kernels import check_rows, checks, own_rows
+from kernels.training import data
 from kernels.training.data import NUMBER, SENTENCE_COLUMNS, empty_cell, log_first_row, read_table
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, fill_defaults, run_flags
@@ -93,13 +94,15 @@ def load_data(path, args):
 
 def load_dev(path, columns=None):
     """Read a file of --dev. Return [(text, [candidates], [scores])], without the references. Without the
-    column `scores`, the first candidate of each text has the score 100, and the others have the score 0."""
-    header, table = read_table(path, empty_cell, roles=ROLES | SCORES)
-    if columns and not header:
-        fail(f"{path}: --columns is for --data only; expected the header text, reference, candidate, ...")
-    scored, rows = bool(header) and header[-1].split()[0] == "scores", []
+    column `scores`, the first candidate of each text has the score 100, and the others have the score 0.
+    columns: --columns, which need not name the column `scores`."""
+    found = [name for name in data.Table(path, names=columns or ()).header or ()
+             if data.role_of(name, SCORES)]
+    _, table = read_table(path, empty_cell, roles=ROLES | SCORES, columns=columns and [*columns, *found])
+    data.refuse_identifiers(table, range(len(next(iter(table))[1]) - len(found)))
+    rows = []
     for place, (text, _, *candidates) in table:
-        scores = candidates.pop().split() if scored else ["100"] + ["0"] * (len(candidates) - 1)
+        scores = candidates.pop().split() if found else ["100"] + ["0"] * (len(candidates) - 1)
         if len(scores) != len(candidates) or not all(re.fullmatch(NUMBER, x) for x in scores):
             fail(f"{path} {place}: {len(candidates)} candidates and the scores {' '.join(scores)[:60]!r}; "
                  "expected candidates, and a number for each of them, separated by spaces")

@@ -26,7 +26,7 @@ SENTENCE_COLUMNS = {"anchor": "anchor query question sentence sentence1 sent0 te
                     "negative": "negative neg hardneg hardnegative wronganswer contradiction sent2".split()}
 REPEATABLE_ROLES = "negative", "candidate"
 SCORED_PAIR = "sentence1", "sentence2", "score"                # column names, as normalise_name returns them
-NO_TEXTS = "score similarity relatedness label goldlabel class category id idx index genre subset".split()
+NO_TEXTS = "score similarity label goldlabel class category id idx index genre subset".split()
 OTHER_COLUMNS = [*NO_TEXTS, *"""hypothesis entity positiveentity negativeentity entitytype page article
                                 originentity original synonym antonym""".split()]
 FIRST_ROWS = 20                                                # so many rows are read to find the columns
@@ -202,9 +202,6 @@ class Table:
             self.order_by_role(found)
         elif not self.roles:
             self.header = found or None
-            same = [name for name, times in Counter(map(normalise_name, found)).items() if times > 1]
-            if same:
-                fail(f"{self.path}: two columns are called {same[0]!r}, in {join_names(found)}")
         if self.roles:
             names = self.header or [role_by_position(i, self.roles) for i in range(self.width)]
             self.cell_roles = [name.split()[0] for name in names]
@@ -321,6 +318,10 @@ def read_table(path, check=None, **options):
     options   further arguments of Table
     """
     table, count, errors = Table(path, **options), 0, []
+    if table.header and not table.roles and not table.columns:
+        for name, times in Counter(map(normalise_name, table.header)).items():
+            if times > 1:
+                fail(f"{path}: {times} columns are called {name}: {join_names(table.header)}; rename them")
     for place, row in table.raw_rows():
         try:
             rows = table.convert(row)
@@ -412,8 +413,8 @@ def refuse_identifiers(table, columns):
         cells = [row[i].strip() for row in rows if i < len(row)]
         others = [cell for cell in cells if re.fullmatch(IDENTIFIER, cell) or not re.search(LETTER, cell)]
         if 2 * len(others) >= len(cells) or table.roles and i < len(names) and names[i] in NO_TEXTS:
-            fail(f"{table.path}: column {i + 1} has no texts, only numbers, labels or identifiers, such as "
-                 f"{cells[0][:40]}; choose the columns of texts by {table.flag}, by name or number")
+            fail(f"{table.path}: column {i + 1} has no texts, but numbers, labels or identifiers, such as "
+                 f"{(others or cells)[0][:40]}; choose columns of texts by {table.flag}, by name or number")
 
 
 def are_scores(cells, name=""):

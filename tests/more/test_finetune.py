@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 import finetune
 import loss_formulas as formulas
 import ood
+from kernels.training.errors import UserError
 from loss_check import numbers
 from running import DATA, run
 
@@ -86,6 +87,19 @@ def test_detectors(monkeypatch):
     assert [*known] == ["maximum softmax", "local outlier factor", "Mahalanobis"]
     assert all(known[name].min() > unseen[name].max() for name in known)
     factor.assert_called_with(n_neighbors=20, novelty=True)
+
+
+def test_unseen_texts_have_the_text_columns_of_data(tmp_path):
+    """With a header, these columns are found by name; without, the file has only these columns."""
+    pytest.importorskip("sklearn")
+    for name, text in ("a", "A.\nB.\n"), ("b", "id,sentence\n1,A.\n2,B.\n"), ("c", "A.,x.\nB.,y.\n"):
+        (tmp_path / f"{name}.csv").write_text(text)
+    for name, columns in ("a", None), ("a", ["sentence", "label"]), ("b", ["sentence", "label"]):
+        args = SimpleNamespace(data="d", dev="d", ood=tmp_path / f"{name}.csv", columns=columns, widths=[2])
+        assert ood.load_unseen(args) == [(("A.",), 0), (("B.",), 0)]
+    args.ood = tmp_path / "c.csv"
+    with pytest.raises(UserError, match="2 columns, expected 1, the texts per row"):
+        ood.load_unseen(args)
 
 
 def test_two_stages_and_detection(tmp_path, monkeypatch):

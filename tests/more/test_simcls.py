@@ -71,7 +71,10 @@ def test_nearest_candidate_is_chosen(tmp_path):
     expected = {"chosen": scores[range(12), at].mean().item(), "best": scores.amax(1).mean().item()}
     found = simcls.evaluate(model, simcls.load_dev(write(tmp_path / "x.csv", HEADER, *rows)))
     assert found == pytest.approx(expected, abs=1e-6)
-    found = simcls.evaluate(model, simcls.load_dev(write(tmp_path / "y.csv", HEADER[:6], *ROWS)))
+    rows = [[row[-1], *row[:-1]] for row in rows]              # --columns does not name the scores
+    again = simcls.load_dev(write(tmp_path / "z.csv", ["rouge", *"abcdef"], *rows), [*"abcdef"])
+    assert simcls.evaluate(model, again) == pytest.approx(expected, abs=1e-6)
+    found = simcls.evaluate(model, simcls.load_dev(write(tmp_path / "y.csv", [*"abcdef"], *ROWS)))
     assert found == pytest.approx({"chosen": 100 * (at == 0).double().mean().item(), "best": 100})
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kernels.training.data import SENTENCE_COLUMNS, empty_cell, read_table
+from kernels.training.data import SENTENCE_COLUMNS, empty_cell, log_first_row, read_table
 from kernels.training.errors import UserError
 
 # ── formats ──
@@ -78,6 +78,13 @@ def test_parquet(tmp_path):
 
 
 # ── columns and roles ──
+
+
+def test_columns_that_the_user_chooses_may_have_numbers(tmp_path):
+    (tmp_path / "a.csv").write_text("1999,When?\n2001,Where?\n")
+    log_first_row(read_table(tmp_path / "a.csv", roles=SENTENCE_COLUMNS, columns=["2", "1"])[1])
+    with pytest.raises(UserError, match="column 1 has no texts"):
+        log_first_row(read_table(tmp_path / "a.csv", roles=SENTENCE_COLUMNS)[1])
 
 
 @pytest.mark.parametrize("kind", ["csv", "json"])

@@ -193,8 +193,7 @@ def prompts_to_save(model):
     if any(model.prompts):
         prompts["query"] = model.prompts[0]
         prompts["document"] = model.prompts[min(1, len(model.prompts) - 1)]
-    same = [name for name, prompt in prompts.items() if prompt and prompt == model.default_prompt]
-    default = same[0] if same else None
+    default = next((name for name, text in prompts.items() if text and text == model.default_prompt), None)
     return dict(prompts=prompts, default_prompt_name=default)
 
 

@@ -46,6 +46,8 @@ def test_saved_settings_are_applied_and_saved_again(folder_of, tmp_path):
     bert, out = folder_of("Bert"), tmp_path / "out"            # its tokenizer has one token per character
     folder = write_folder(bert, tmp_path / "a", dict(pooling_mode="mean"), ("Dense", HEAD, WEIGHTS),
                           ("Normalize", {}, {}), default="topic", max_seq_length=9, do_lower_case=True)
+    (folder / "2_Dense/model.safetensors").unlink()
+    torch.save(WEIGHTS, folder / "2_Dense/pytorch_model.bin")  # the format of older folders
     model = make_encoder(folder, evaluate=True).eval()
     save(model, out)
     z = embed_saved(bert, ["tamanea", "titisda", "tnobody"], "avg") @ WEIGHTS["linear.weight"].T
@@ -56,9 +58,11 @@ def test_saved_settings_are_applied_and_saved_again(folder_of, tmp_path):
         torch.testing.assert_close(embedded, z, atol=1e-5, rtol=0)
     settings = json.loads((out / "config_sentence_transformers.json").read_text())
     assert settings["prompts"] == PROMPTS
-    del settings["prompts"]["document"]                        # then documents have no prompt
-    (out / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    assert make_encoder(out, evaluate=True).add_prompts(["A", "B"]) == ["q a", "b"]
+    for prompts, texts in ((dict(query="q ", topic="t "), ["q a", "b"]), (dict(topic="t "), ["t a", "t b"]),
+                           (dict(query="q ", passage="p "), ["q a", "p b"])):
+        settings |= dict(prompts=prompts, default_prompt_name="topic" if "topic" in prompts else None)
+        (out / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        assert make_encoder(out, evaluate=True).add_prompts(["A", "B"]) == texts
     assert [module["path"] for module in json.loads((out / "modules.json").read_text())] == [
         "", "1_Pooling", "2_Dense", "3_Normalize"]
 
@@ -102,7 +106,7 @@ def test_pooler_as_head(bert, tmp_path):
 @pytest.mark.parametrize("pooling, more, wanted", [
     (dict(pooling_mode="max"), [], "1_Pooling: pooling max, expected one of cls, mean, lasttoken, .*"),
     ({}, [("LayerNorm", {}, {})], "module LayerNorm, expected one of Transformer, .*"),
-    ({}, [("Dense", HEAD | dict(activation_function="os.system"), {})], "2_Dense: activation system, .*")])
+    ({}, [("Dense", HEAD | dict(activation_function="torch.nn.SiLU"), {})], "2_Dense: activation SiLU, .*")])
 def test_unsupported_modules(pooling, more, wanted, bert, tmp_path):
     folder = write_folder(bert, tmp_path, pooling, *more)
     with pytest.raises(UserError, match=f"^--model {folder}: its modules.json, .*: {wanted}$"):

@@ -49,7 +49,7 @@ def test_headers_and_spellings(lines, labels, tmp_path, capsys):
     assert " ".join(args.labels) == labels and is_header == (lines[0][:4] in ("revi", "word", "The ", "text"))
     header = f"(after the header {lines[0].replace(',', ', ')})"
     shown, column = capsys.readouterr().out, lines[0].split(",")[1] if is_header else 2
-    assert (header in shown) == is_header and f'  label {column} "' in shown
+    assert (header in shown) == is_header and " texts from" in shown and f'  label {column} "' in shown
 
 
 def test_data_without_a_header_and_dev_with_one(tmp_path):
@@ -62,6 +62,19 @@ def test_data_without_a_header_and_dev_with_one(tmp_path):
     with pytest.raises(UserError, match="found the columns sentence, label; expected .*as in --data"):
         load_data(tmp_path / "b.csv", args)
     assert load_data(tmp_path / "c.csv", args) == [(("A.", "B."), 1)]
+
+
+def test_dev_has_the_columns_of_data(tmp_path):
+    """The names of the columns of --data are looked for in --dev, in any order."""
+    args = make_parser().parse_args(["--data", str(tmp_path / "a.csv"), "--batch-size", "2"])
+    for name, text in ("a", "review,mood\nA.,good\nB.,bad\n"), ("b", "mood,x,review\ngood,y,C.\n"):
+        (tmp_path / f"{name}.csv").write_text(text)
+    load_data(tmp_path / "a.csv", args)
+    assert load_data(tmp_path / "b.csv", args) == [(("C.",), 1)]
+    (tmp_path / "b.csv").write_text("A.,B.,C.,x\nD.,E.,F.,y\n")
+    args = make_parser().parse_args(["--data", str(tmp_path / "b.csv"), "--columns", *"1234"])
+    with pytest.raises(UserError, match="expected 1 or 2 text columns"):
+        load_data(args.data, args)
 
 
 @pytest.mark.parametrize("labels, n", [("01", 40), (["no", "yes"], 40), ("abcd", 60)])

@@ -32,7 +32,7 @@ def write(path, rows, header=None):
     ("a.csv", ROWS, ["frage", "antwort", "falsch"], None, "ABCD"),             # roles by position
     ("a.csv", [row[::-1] for row in ROWS], ["no", "yes", "text"], ["text", "yes", "no"], "ABCD"),
     ("a.csv", [["1", *row] for row in ROWS], None, ["2", "3", "4"], "ABCD"),
-    ("a.csv", [[*row[:2], f"{row[2]} "] for row in ROWS], None, None, "ABCD"),
+    ("a.csv", [*ROWS[:2], [f" {text} " for text in ROWS[2]]], None, None, "ABCD"),
     ("a.jsonl", LISTS, None, None, "ABDC"), ("a.jsonl", ROWS, None, None, "ABCD")])
 def test_reading(name, rows, header, columns, order, tmp_path, capsys):
     """All rows of a query count. A text that is both a positive and a negative of a query is a positive. Rows
@@ -49,23 +49,29 @@ def test_reading(name, rows, header, columns, order, tmp_path, capsys):
     ("a.csv", [["5", "A", "B"], ["1", "C", "D"]], None, None),
     ("a.csv", [["A", "B", score] for score in ("5", "", "", "", "1")], ["query", "pos", "n"], [*"123"]),
     ("a.jsonl", [dict(query="q", sentence1="A", sentence2="B", score=n) for n in (0, 1)], None, None)])
-def test_two_texts_and_a_number_are_a_scored_pair(name, rows, header, columns, tmp_path):
+def test_two_texts_and_a_number_are_a_scored_pair(name, rows, header, columns, tmp_path, capsys):
+    """The first row is printed unless the columns have the names sentence1, sentence2 and score."""
     pairs = load_held_out(write(tmp_path / name, rows, header), columns)
+    assert ("the first row of" in capsys.readouterr().out) == (name == "a.csv")
     assert isinstance(pairs, list) and pairs[0][:2] == ("A", "B") and len(pairs) == 2
 
 
-def test_texts_may_be_numbers_if_the_names_say_so(tmp_path):
+def test_texts_of_any_script_and_numbers_with_usual_names(tmp_path):
     path = write(tmp_path / "a.csv", [["When?", "1999", "2001"], ["Where?", "Here.", "1600"]],
                  ["query", "answer", "negative"])
     assert load_held_out(path, ["query", "answer", "negative"]).corpus == ["1999", "2001", "Here.", "1600"]
+    path = write(tmp_path / "b.csv", [["你好", "世界"], ["天气", "很好"]])
+    assert load_held_out(path).corpus == ["世界", "很好"]
 
 
 @pytest.mark.parametrize("header, rows, columns, part", [
     ("sentence1 sentence2 score", ["A. B. 5", "C. D. 1"], "score sentence1 sentence2", "column 1 has no"),
-    ("sentence1 sentence2 score", ["A. B. 1", "C. D. NA", "E. F. NA"], "1 2 3", "score 'NA'"),
+    ("sentence1 sentence2 class", ["A. B. 1", "C. D. NA", "E. F. NA"], "1 2 3", "score 'NA'"),
     ("one two mark", ["A. B. 1,5", "C. D. 80%"], "1 2 3", "column 3 has no texts"),
-    ("text1 text2 score", ["A. B. high", "C. D. low"], None, "column 3 has no texts"),
-    ("sentence1 sentence2 score", ["A. B. 5", "C. D. 1"], "sentence1 sentence1", "occurs twice"),
+    ("text1 text2 label", ["A. B. high", "C. D. low"], None, "column 3 has no texts"),
+    ("sentence1 sentence2 score", ["A. B. 5", "C. D. 1"], "1 sentence1", "occurs twice"),
+    ("query answer note note", ["A. B. C. D."], None, "2 columns are called note"),
+    (None, ["A. B.", "C. x1"], None, "column 2 has no texts, .* such as x1;"),
     (None, ["P-1 A. B. 5 x.", "Pair A. B. NA x.", "P-2 A. B. 1 x."], None, "column 1 has no texts")])
 def test_scores_are_never_read_as_texts(header, rows, columns, part, tmp_path):
     path = write(tmp_path / "a.csv", map(str.split, rows), header and header.split())
