@@ -21,12 +21,12 @@ such files. An evaluation on --dev reports the three losses and two other scores
                         [SEP], a mean over sentences; then with both, a mean over token pairs (released code)
 
 Expected: starting from BERT, token similarity falls strongly in the top layers.
-Published results of bert-base-uncased, before → after TaCL's training on English Wikipedia (our defaults).
-Each model was fine-tuned with the example scripts of transformers. EM is the rate of exact matches:
+Published results of bert-base-uncased, before → after TaCL's training on English Wikipedia (the defaults of
+--form code). Each model was fine-tuned with the example scripts of transformers. EM: rate of exact matches.
     GLUE                 79.6      → 81.2
     SQuAD 1.1 (EM/F1)    80.8/88.5 → 81.6/89.0
     SQuAD 2.0 (EM/F1)    73.4/76.8 → 74.4/77.5
-They are results of the released code (--form code). No result is published for --form paper.
+No result is published for --form paper.
 
 Departures:
 - In the released code, j also runs over padding up to --max-length; here, j does so only with --form code.
@@ -330,7 +330,7 @@ def token_similarity(hidden, mask):
 
 @torch.no_grad()
 def evaluate(model, dev, args, teacher):
-    """Return the losses, "accuracy", and two lists of token similarities (word embeddings, then each layer):
+    """Return the losses, "accuracy", and two lists of token similarities (embedding layer, then each layer):
     "similarity" without [CLS] and [SEP], "similarity_special" with both (released code)."""
     model.eval()
     rows, sentences = dev

@@ -12,8 +12,8 @@ def make_optimizer(model, lr, args):
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum and layer-wise learning rates: the step of a weight matrix w is scaled by
-    trust · |w| / |gradient|. Batch norms and biases get unscaled steps, without weight decay (paper).
+    """SGD with momentum and layer-wise learning rates. With g = gradient + weight_decay · w, the step of a
+    weight matrix w is trust · |w| / |g| · g. Batch norms and biases have no decay: their step is g (paper).
 
     trust    the trust coefficient, or None: steps are not scaled
     """

@@ -19,7 +19,7 @@ POOLING_NAMES = {"cls": "cls", "mean": "avg", "lasttoken": "last"}  # {sentence-
 POOLING_FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
                  "pooling_mode_lasttoken": "lasttoken"}               # the names in older config.json files
 ACTIVATIONS = {kind: getattr(torch.nn, kind) for kind in ("Tanh", "Identity", "ReLU", "GELU")}
-AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0 is the word embeddings
+AVERAGED_LAYERS = {"avg_top2": [-2, -1], "avg_first_last": [1, -1]}    # layer 0 is the embedding layer
 
 
 @dataclass
