@@ -13,11 +13,9 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import re
 import runpy
 import socket
 import sys
-import types
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,23 +209,6 @@ def run_text(name, folder, rows, *flags):
     file = folder / ("data.txt" if len(rows[0]) == 1 else "data.json")
     file.write_text(json.dumps(rows) if file.suffix == ".json" else "\n".join(row[0] for row in rows))
     return run(name, folder / "out", "--data", file, *flags)
-
-
-def rejects(name, capfd, wanted, *argv):
-    """Check that a script's main rejects its flags: exit code 2, one line on stderr, no file changed.
-
-    name     name of the script, or its module
-    wanted   regular expression for the message after "NAME.py: "
-    """
-    module = name if isinstance(name, types.ModuleType) else importlib.import_module(name)
-    name = module.__name__.rpartition(".")[2]
-    before = {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
-    with pytest.raises(SystemExit) as end:
-        module.main([*map(str, argv)])
-    err = capfd.readouterr().err
-    assert end.value.code == 2
-    assert re.fullmatch(rf"{name}\.py: {wanted}\n", err), err  # one line, because . matches no newline
-    assert {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")} == before
 
 
 # ── output and memory of a run ──────────────────────────────────────────────────────────────────────────────
