@@ -203,6 +203,16 @@ def run(name, out, *flags):
                            said=said, state=state, steps=steps, losses=losses)
 
 
+def write_table(path, rows, header=None):
+    """Write rows to a .csv file or, as one JSON value per line, to a .jsonl file. Return its path."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        if path.suffix == ".csv":
+            csv.writer(file).writerows([header, *rows] if header else rows)
+        else:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
 def run_text(name, folder, rows, *flags):
     """Write rows to a data file (.txt for one column, else .json), and run a script on this file."""
     folder.mkdir(exist_ok=True)

@@ -1,5 +1,4 @@
 """Test simcls.py: the ranking loss, the columns of the data, and the choice among candidates."""
-import csv
 import itertools
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,16 +9,10 @@ import torch
 
 import simcls
 from loss_check import check, numbers
-from running import NLI, ONE_BATCH, embed_saved, run, run_text
+from running import NLI, ONE_BATCH, embed_saved, run, run_text, write_table
 
 ROWS = [[*row, *other] for row, other in zip(NLI[:12], NLI[1:13])]     # text, reference, four candidates
 HEADER = ["text", "reference", "cand1", "cand2", "cand3", "cand4", "rouge"]
-
-
-def write(path, *rows):
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    return path
 
 
 def reference_ranking_loss(scores, reference, margin, form):
@@ -69,12 +62,12 @@ def test_nearest_candidate_is_chosen(tmp_path):
     text, _, *candidates = (z[[places[text] for text in column]] for column in zip(*ROWS))
     at = torch.stack([torch.cosine_similarity(text, x) for x in candidates], 1).argmax(1)
     expected = {"chosen": scores[range(12), at].mean().item(), "best": scores.amax(1).mean().item()}
-    found = simcls.evaluate(model, simcls.load_dev(write(tmp_path / "x.csv", HEADER, *rows)))
+    found = simcls.evaluate(model, simcls.load_dev(write_table(tmp_path / "x.csv", rows, HEADER)))
     assert found == pytest.approx(expected, abs=1e-6)
     rows = [[row[-1], *row[:-1]] for row in rows]              # --columns does not name the scores
-    again = simcls.load_dev(write(tmp_path / "z.csv", ["rouge", *"abcdef"], *rows), [*"abcdef"])
+    again = simcls.load_dev(write_table(tmp_path / "z.csv", rows, ["rouge", *"abcdef"]), [*"abcdef"])
     assert simcls.evaluate(model, again) == pytest.approx(expected, abs=1e-6)
-    found = simcls.evaluate(model, simcls.load_dev(write(tmp_path / "y.csv", [*"abcdef"], *ROWS)))
+    found = simcls.evaluate(model, simcls.load_dev(write_table(tmp_path / "y.csv", ROWS, [*"abcdef"])))
     assert found == pytest.approx({"chosen": 100 * (at == 0).double().mean().item(), "best": 100})
 
 
@@ -82,8 +75,9 @@ def test_run(tmp_path):
     """The run keeps the checkpoint whose chosen candidates have the highest mean score: here the first
     checkpoint, as training prefers the first candidates, whose scores in --dev are the lowest. Step t has the
     learning rate of the released code: --lr · min(t^-½, t · 10,000^-1½)."""
-    dev = write(tmp_path / "dev.csv", HEADER, *([*row, "0.1 0.25 0.5 0.9"] for row in ROWS))
-    flags = ["--model", "scratch", "--data", write(tmp_path / "data.csv", HEADER[:6], *ROWS), "--dev", dev]
+    dev = write_table(tmp_path / "dev.csv", [[*row, "0.1 0.25 0.5 0.9"] for row in ROWS], HEADER)
+    data = write_table(tmp_path / "data.csv", ROWS, HEADER[:6])
+    flags = ["--model", "scratch", "--data", data, "--dev", dev]
     result = run("simcls", tmp_path / "out", *flags, "--eval-every", 3, "--lr", 10, "--steps", 6, "--seed", 2)
     assert [step["lr"] for step in result.steps] == pytest.approx([10e-6 * t for t in range(1, 7)])
     first, last = (result.steps[i]["dev_chosen"] for i in (2, 5))

@@ -1,5 +1,4 @@
 """Test the recipes of docs/others.md: apply their code blocks to a copy of simcse.py, and train with it."""
-import csv
 import importlib.util
 import re
 import sys
@@ -18,7 +17,7 @@ import simcse
 from families import small_model
 from kernels.training.loop import batches
 from loss_check import numbers
-from running import NLI, ONE_BATCH, embed_saved, embed_unbatched, run
+from running import NLI, ONE_BATCH, embed_saved, embed_unbatched, run, write_table
 
 PARTS = (running.ROOT / "docs/others.md").read_text("utf-8").split("\n### ")
 SECTIONS = {part.split("\n")[0]: part for part in PARTS}
@@ -59,13 +58,6 @@ def copies(tmp_path_factory):
         yield folder
 
 
-def write_table(path, header, rows):
-    """Write a .csv file and return its path."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows])
-    return path
-
-
 def test_matryoshka_loss_is_the_sum_over_widths(copies):
     torch.manual_seed(0)
     z1, z2, z3 = (torch.randn(shape).double() for shape in ((6, 128), (10, 128), (10, 2, 128)))
@@ -81,7 +73,7 @@ def test_first_loss_of_a_teacher(name, copies, tmp_path, bert, monkeypatch):
     """The first loss equals the formula in float64, although rows are shuffled. The tested rank has the first
     7 rows of a batch of 12, and computes their part of the loss."""
     monkeypatch.setattr(importlib.import_module(name), "own_rows", lambda rows: slice(7))
-    file = write_table(tmp_path / "scored.csv", [*COLUMNS, "positive_score", "negative_score"], ROWS)
+    file = write_table(tmp_path / "scored.csv", ROWS, [*COLUMNS, "positive_score", "negative_score"])
     flags = ["--model", bert, "--pooling", "avg", *ONE_BATCH, "--columns", *COLUMNS, "--temperature", 0.2]
     losses = run(name, tmp_path / "out", "--data", file, *flags).losses
     own = [ROWS[i] for i in next(batches(12, 12, 42))[:7]]
@@ -103,7 +95,7 @@ def test_lora(copies, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small_model("Qwen2", Path("base"))
     base, texts = AutoModel.from_pretrained("base").state_dict(), [row[0] for row in NLI[:6]]
-    data = write_table(Path("data.csv"), COLUMNS, NLI[:36])
+    data = write_table(Path("data.csv"), NLI[:36], COLUMNS)
     result = run("lora", Path("whole"), "--data", data, "--model", "base", "--batch-size", 8, "--lr", 0.01,
                  "--dev", running.few_pairs(Path()), "--steps", 6, "--eval-every", 3)
     names = dict(result.model.encoder.named_parameters())
@@ -132,7 +124,7 @@ def test_a_batch_has_rows_of_one_dataset(copies, tmp_path, bert):
     each row at most once. The first loss of a run is that of the first batch."""
     names = sorted(24 * ["a"] + 11 * ["b"], key=lambda name: torch.rand(()).item())
     rows = [[name, *row[:2]] for name, row in zip(names, NLI)]
-    file = write_table(tmp_path / "mixed.csv", ["dataset", *COLUMNS[:2]], rows)
+    file = write_table(tmp_path / "mixed.csv", rows, ["dataset", *COLUMNS[:2]])
     args = SimpleNamespace(data=file, batch_size=4, seed=1)
     order = importlib.import_module("mixed").one_dataset_per_batch
     found = [*order(args, 0, 400)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from test_formats import write
 from transformers import AutoImageProcessor, AutoModel
 
 import memory_bank
@@ -21,13 +22,6 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3)).astype(np.uint
 encoders.RESNETS["tiny"] = encoders.BASIC | dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
 MOCO = ["--model", "tiny", "--batch-size", 6, "--steps", 2, "--probe-epochs", 0, "--bn-splits", 2,
         "--queue-size", 24]
-
-
-def write(path, content):
-    """Write arrays (a dict) or an image to a file, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **content) if isinstance(content, dict) else Image.fromarray(content).save(path)
-    return path
 
 
 def make_dataset(data, crops=simclr.CROPS, **more):

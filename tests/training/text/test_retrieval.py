@@ -1,6 +1,4 @@
 """Test the evaluation on retrieval data: reading files, the scores, and which checkpoint is kept."""
-import csv
-import json
 import math
 import re
 
@@ -10,21 +8,11 @@ from saved_encoders import make_encoder
 
 from kernels.training.errors import UserError
 from kernels.training.text.evaluation import evaluate, load_held_out
-from running import NLI, embed_saved, metrics, train
+from running import NLI, embed_saved, metrics, train, write_table
 
 LABELS = ["MRR@10", "accuracy@1", "recall@10", "nDCG@10"]
 ROWS = [["q", "A.", "B."], ["r", "C.", "A."], ["q", "D.", "B."]]
 LISTS = [{"query": "q", "pos": ["A.", "D."], "neg": ["B.", "A."]}, {"query": "r", "pos": ["C."], "neg": []}]
-
-
-def write(path, rows, header=None):
-    """Write rows to a .csv file or, as one JSON value per line, to a .jsonl file. Return its path."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        if path.suffix == ".csv":
-            csv.writer(file).writerows([header, *rows] if header else rows)
-        else:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-    return path
 
 
 @pytest.mark.parametrize("name, rows, header, columns, order", [
@@ -37,7 +25,7 @@ def write(path, rows, header=None):
 def test_reading(name, rows, header, columns, order, tmp_path, capsys):
     """All rows of a query count. A text that is both a positive and a negative of a query is a positive. Rows
     may differ in the number of their negatives. The first row is printed, with the role of each cell."""
-    found = load_held_out(write(tmp_path / name, rows, header), columns)
+    found = load_held_out(write_table(tmp_path / name, rows, header), columns)
     texts = [{found.corpus[i] for i in positives} for positives in found.positives]
     assert (found.queries, texts) == (["q", "r"], [{"A.", "D."}, {"C."}])
     assert [text[0] for text in found.corpus] == [*order]
@@ -51,16 +39,16 @@ def test_reading(name, rows, header, columns, order, tmp_path, capsys):
     ("a.jsonl", [dict(query="q", sentence1="A", sentence2="B", score=n) for n in (0, 1)], None, None)])
 def test_two_texts_and_a_number_are_a_scored_pair(name, rows, header, columns, tmp_path, capsys):
     """The first row is printed unless the columns have the names sentence1, sentence2 and score."""
-    pairs = load_held_out(write(tmp_path / name, rows, header), columns)
+    pairs = load_held_out(write_table(tmp_path / name, rows, header), columns)
     assert ("the first row of" in capsys.readouterr().out) == (name == "a.csv")
     assert isinstance(pairs, list) and pairs[0][:2] == ("A", "B") and len(pairs) == 2
 
 
 def test_texts_of_any_script_and_numbers_with_usual_names(tmp_path):
-    path = write(tmp_path / "a.csv", [["When?", "1999", "2001"], ["Where?", "Here.", "1600"]],
-                 ["query", "answer", "negative"])
+    path = write_table(tmp_path / "a.csv", [["When?", "1999", "2001"], ["Where?", "Here.", "1600"]],
+                       ["query", "answer", "negative"])
     assert load_held_out(path, ["query", "answer", "negative"]).corpus == ["1999", "2001", "Here.", "1600"]
-    path = write(tmp_path / "b.csv", [["你好", "世界"], ["天气", "很好"]])
+    path = write_table(tmp_path / "b.csv", [["你好", "世界"], ["天气", "很好"]])
     assert load_held_out(path).corpus == ["世界", "很好"]
 
 
@@ -74,7 +62,7 @@ def test_texts_of_any_script_and_numbers_with_usual_names(tmp_path):
     (None, ["A. B.", "C. x1"], None, "column 2 has no texts, .* such as x1;"),
     (None, ["P-1 A. B. 5 x.", "Pair A. B. NA x.", "P-2 A. B. 1 x."], None, "column 1 has no texts")])
 def test_scores_are_never_read_as_texts(header, rows, columns, part, tmp_path):
-    path = write(tmp_path / "a.csv", map(str.split, rows), header and header.split())
+    path = write_table(tmp_path / "a.csv", map(str.split, rows), header and header.split())
     with pytest.raises(UserError, match=part):
         load_held_out(path, columns and columns.split())
 
@@ -83,7 +71,7 @@ def test_scores_are_never_read_as_texts(header, rows, columns, part, tmp_path):
 def data(tmp_path):
     """Return the path of a file with 12 queries, each with three positives, and hard negatives."""
     rows = [[NLI[i - i % 3][0], *NLI[i][1:]] for i in range(36)]
-    return write(tmp_path / "dev.csv", rows, ["query", "positive", "negative"])
+    return write_table(tmp_path / "dev.csv", rows, ["query", "positive", "negative"])
 
 
 def test_scores(data, bert):
