@@ -213,6 +213,12 @@ def write_table(path, rows, header=None):
     return path
 
 
+def mask_every_fourth(ids, maskable, tokenizer):
+    """Mask tokens whose id is a multiple of 4. The masks of mask_tokens depend on batch and process."""
+    is_masked = maskable & (ids % 4 == 0)
+    return torch.where(is_masked, tokenizer.mask_token_id, ids), is_masked
+
+
 def run_text(name, folder, rows, *flags):
     """Write rows to a data file (.txt for one column, else .json), and run a script on this file."""
     folder.mkdir(exist_ok=True)

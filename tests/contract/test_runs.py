@@ -25,6 +25,7 @@ from running import (
     SCRIPTS,
     end,
     free_port,
+    mask_every_fourth,
     metrics,
     run_command,
     start,
@@ -291,12 +292,6 @@ RANKS = {
     "docs/more/cil": CIL, "docs/more/cil code": [*CIL, "--form", "code"],
     "docs/more/finetune": FINETUNE, "docs/more/finetune code": [*FINETUNE, "--form", "code"],
     "docs/more/ood": OOD, "docs/more/ood code": [*OOD, "--form", "code"]}
-
-
-def mask_every_fourth(ids, maskable, tokenizer):
-    """Mask tokens whose id is a multiple of 4. The masks of mask_tokens would depend on the process."""
-    is_masked = maskable & (ids % 4 == 0)
-    return torch.where(is_masked, tokenizer.mask_token_id, ids), is_masked
 
 
 @pytest.mark.parametrize("case", RANKS)

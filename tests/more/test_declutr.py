@@ -12,7 +12,7 @@ import declutr
 import loss_formulas as formulas
 from kernels.training.text import mlm
 from kernels.training.text.tokens import tokenise
-from running import SENTENCES, embed_saved, run_text
+from running import SENTENCES, embed_saved, mask_every_fourth, run_text
 
 DOCUMENT = [["abc " * 20]]
 
@@ -53,12 +53,8 @@ def test_masked_anchors_are_embedded(chunks, tmp_path, bert, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(bert)
     tokens = [tokenise(view, tokenizer, 512)[0] for view in spans]
 
-    def mask_even_ids(ids, maskable, tokenizer):
-        chosen = maskable & (ids % 2 == 0)
-        return torch.where(chosen, tokenizer.mask_token_id, ids), chosen
-
     monkeypatch.setattr(declutr, "sample_spans", lambda *_: tokens)
-    monkeypatch.setattr(mlm, "mask_tokens", mask_even_ids)
+    monkeypatch.setattr(mlm, "mask_tokens", mask_every_fourth)
     flags = ["--steps", 1, "--max-length", 8, "--lr", 0, "--spans", 1, 2, "--batch-size", 4, "--form", "code"]
     result = run_text("declutr", tmp_path / "run", DOCUMENT * 4, "--model", bert, *flags, *chunks)
     lm, z, losses = result.model.lm.eval(), [], []
@@ -66,7 +62,7 @@ def test_masked_anchors_are_embedded(chunks, tmp_path, bert, monkeypatch):
     for view, rows in enumerate(tokens):
         for ids in (torch.from_numpy(row).long() for row in rows):
             maskable = ~torch.isin(ids, torch.tensor(tokenizer.all_special_ids)) & (view == 0)
-            masked, chosen = mask_even_ids(ids, maskable, tokenizer)
+            masked, chosen = mask_every_fourth(ids, maskable, tokenizer)
             output = lm(input_ids=masked[None], output_hidden_states=True)
             z.append(output.hidden_states[-1][0].mean(0))
             losses.append(F.cross_entropy(output.logits[0][chosen], ids[chosen], reduction="none"))

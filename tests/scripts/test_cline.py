@@ -11,15 +11,9 @@ import torch.nn.functional as F
 import cline
 import loss_formulas
 from kernels.training.text import tokens
-from running import DATA
+from running import DATA, mask_every_fourth
 
 COMMAND = ["--model", "scratch", "--tagger", "lexicon", "--wordnet", DATA / "wordnet"]
-
-
-def fixed_masks(ids, maskable, tokenizer):
-    """Mask every fifth token, so that a row has the same masks in every batch."""
-    is_masked = maskable & (torch.arange(ids.shape[1]) % 5 == 2)
-    return torch.where(is_masked, tokenizer.mask_token_id, ids), is_masked
 
 
 def reference_losses(model, rows, mask, form):
@@ -32,7 +26,7 @@ def reference_losses(model, rows, mask, form):
     for row, view in itertools.product(rows, range(3)):
         ids = torch.from_numpy(row[view]).long()[None]
         maskable = ~torch.isin(ids, special) & (view == 0) & mask
-        masked_ids, is_masked = fixed_masks(ids, maskable, model.tokenizer)
+        masked_ids, is_masked = mask_every_fourth(ids, maskable, model.tokenizer)
         output = model.lm(input_ids=masked_ids, output_hidden_states=True)
         hidden = output.hidden_states[-1]
         z = hidden[0, 0]
@@ -55,7 +49,7 @@ def test_compute_loss_and_evaluate_triples(form, bert, monkeypatch):
     triples = cline.make_triples(*cline.load_data(args.data, args), args)[:9]
     model = cline.build_model(args, SimpleNamespace(args=args, device=torch.device("cpu"), bf16=False))
     rows, _ = cline.tokenise_triples(triples, model, args)
-    monkeypatch.setattr(cline, "mask_tokens", fixed_masks)
+    monkeypatch.setattr(cline, "mask_tokens", mask_every_fourth)
     model.log_variances.data = torch.tensor([0.3, -1, 0.5])
     torch.nn.init.normal_(model.rtd.weight if form == "paper" else model.rtd[3].weight)
     expected, _ = reference_losses(model, rows, True, form)
