@@ -1,9 +1,12 @@
 """Test runs of two processes (ranks): equal flags and data, a rank that dies, random state of each rank."""
 import itertools
+import os
+import signal
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kernels.training import loop
 from running import DATA, end, equal, free_port, start_rank
@@ -45,25 +48,27 @@ def test_dead_rank_ends_the_others(tmp_path):
     assert torch.load(out / "state.pt", weights_only=True)["progress"]["step"] >= 1
 
 
-def stop_in_step_3():
-    """Interrupt a script in its third step, as Ctrl-C does."""
+def signal_rank_1_in_step_3():
+    """Send SIGTERM to rank 1, in its third step."""
     real, steps = loop.all_reduce_gradients, itertools.count(1)
 
-    def all_reduce_or_stop(model):
-        if next(steps) == 3:
-            raise KeyboardInterrupt
+    def all_reduce_after_signal(model):
+        if next(steps) == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         real(model)
 
-    loop.all_reduce_gradients = all_reduce_or_stop
+    loop.all_reduce_gradients = all_reduce_after_signal
 
 
 def test_every_rank_resumes_with_its_own_random_state(tmp_path):
-    """A resumed run of two ranks has, bit by bit, the weights of a run that was not interrupted. For this,
-    each rank must load its own random state, because dropout depends on it."""
-    for folder, more, setup in (("whole/run", [], None), ("parts/first", [], stop_in_step_3),
+    """After a signal to one rank, both ranks stop at step 10, and rank 0 saves. The resumed run has, bit by
+    bit, the weights of a run that was not stopped. For this, each rank must load its own random state, because
+    dropout depends on it."""
+    for folder, more, setup in (("whole/run", [], None), ("parts/first", [], signal_rank_1_in_step_3),
                                 ("parts/second", ["--resume"], None)):
-        processes = start_both(tmp_path / folder, "--steps", 4, "--eval-every", 2, *more, setup=setup)
+        processes = start_both(tmp_path / folder, "--steps", 12, "--eval-every", 12, *more, setup=setup)
         assert [end(process) for process in processes] == ([130, 130] if setup else [0, 0])
+    assert "stopped  at step 10, saved" in (tmp_path / "parts/first/0/printed").read_text()
     states = (torch.load(tmp_path / run / "out/state.pt", weights_only=True) for run in ("whole", "parts"))
     whole, parts = states
     seeds = [state[:8].view(torch.int64).item() for state, _ in whole["random"]]       # 8 bytes are the seed
