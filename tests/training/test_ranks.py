@@ -61,8 +61,8 @@ def signal_rank_1_in_step_3():
 
 
 def test_every_rank_resumes_with_its_own_random_state(tmp_path):
-    """After a signal to one rank, both ranks stop at step 10, and rank 0 saves. The resumed run has, bit by
-    bit, the weights of a run that was not stopped. For this, each rank must load its own random state, because
+    """After a signal to one rank, both stop at step 10, and rank 0 saves. The resumed run has, bit by bit,
+    the weights of a run that was not stopped. For this, each rank must load its own random state, because
     dropout depends on it."""
     for folder, more, setup in (("whole/run", [], None), ("parts/first", [], signal_rank_1_in_step_3),
                                 ("parts/second", ["--resume"], None)):
