@@ -19,8 +19,8 @@ This is --objective opt3. Other objectives use one view h_i per sentence, from a
     python selfguided.py --evaluate --model out/selfguided --test stsb-test.tsv
 
 Data: a .txt file with one sentence per line, or a .csv .tsv .json .jsonl .parquet file with one sentence per
-cell. The script reads --columns, else sentence1 and sentence2, else all columns that have more than numbers
-and ids. Scores of sentence pairs are ignored. The authors train on all sentences of STS-B, including its test
+cell. The script reads --columns, else sentence1 and sentence2, else all columns except numbers, ids and
+labels. Scores of sentence pairs are ignored. The authors train on all sentences of STS-B, including its test
 sentences. Do not use --model scratch: an untrained encoder has nothing to teach.
 --dev and --test: sentence pairs with scores (sentence1, sentence2, score) or retrieval data (query, positive,
 optional hard negatives; MRR@10). The best checkpoint on --dev is kept; without --dev, the last checkpoint.
@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import check_rows, checks, own_rows, similarity_lse
-from kernels.training.data import IDENTIFIER, header_note, normalise_name, read_table, show_cells
+from kernels.training.data import IDENTIFIER, NO_TEXTS, header_note, normalise_name, read_table, show_cells
 from kernels.training.errors import command, fail, log
 from kernels.training.flags import ScriptParser, at_least, check_batch_size, text_flags
 from kernels.training.loop import all_reduce_gradients, set_lr, steps_per_epoch, warmup_linear
@@ -95,9 +95,9 @@ def load_data(path, args):
     columns = [i for i, name in enumerate(header or []) if normalise_name(name) in names]
     if args.columns:
         columns = range(width)
-    elif len(columns) < 2:                                   # leave out columns that hold only numbers or ids
-        columns = [i for i in range(width)
-                   if not all(re.fullmatch(IDENTIFIER, cells[i].strip()) for _, cells in rows)]
+    elif len(columns) < 2:                                  # leave out columns of numbers, ids and labels
+        columns = [i for i, name in enumerate(header or [""] * width) if normalise_name(name) not in NO_TEXTS
+                   and not all(re.fullmatch(IDENTIFIER, cells[i].strip()) for _, cells in rows)]
     for place, cells in rows:
         if not all(cells[i].strip() for i in columns):
             fail(f"{path} {place}: an empty cell; fill it or delete the row")

@@ -64,6 +64,9 @@ def read_lines(path):
 
 def read_txt(path):
     """Yield ("line N", [text]) for each line of a .txt file."""
+    tabs = {line.count("\t") for line in itertools.islice(read_lines(path), FIRST_ROWS)}
+    if len(tabs) == 1 and 0 not in tabs:
+        fail(f"{path}: its lines have columns, separated by tabs; name the file .tsv")
     for number, line in enumerate(read_lines(path), 1):
         yield f"line {number}", [line.rstrip("\r\n")]
 
@@ -246,7 +249,8 @@ class Table:
         if error:
             fail(f"{self.path}: {error}; choose columns by {self.flag}, by name or number, in the order "
                  f"{', '.join(order)}" + (f", or {', '.join(self.names)}" if self.names else ""))
-        self.indices = sorted(range(len(names)), key=lambda i: order.index(found[i]))
+        numbers = [int(re.search(r"\d*$", name.strip())[0] or 0) for name in names]       # neg2 before neg10
+        self.indices = sorted(range(len(names)), key=lambda i: (order.index(found[i]), numbers[i]))
         self.header = [f"{found[i]} {names[i]}" for i in self.indices]
 
     def convert(self, row):
@@ -406,13 +410,16 @@ def log_first_row(table):
 
 def refuse_identifiers(table, columns):
     """Fail if one of `columns` (indices) has no texts: its name says so, or at least half of its first 100
-    cells are numbers, identifiers such as q12, or cells without a letter."""
+    cells are numbers, identifiers such as q12, or cells without a letter. It also has no texts if these cells
+    (at least 20) are single words, and each word occurs ten times on average: these are labels."""
     rows = [cells for _, cells in itertools.islice(table, 100)]
     names = [normalise_name(name.partition(" ")[2]) for name in table.header or ()]   # drop the role in front
     for i in columns:
         cells = [row[i].strip() for row in rows if i < len(row)]
         others = [cell for cell in cells if re.fullmatch(IDENTIFIER, cell) or not re.search(LETTER, cell)]
-        if 2 * len(others) >= len(cells) or table.roles and i < len(names) and names[i] in NO_TEXTS:
+        are_labels = len(cells) >= max(20, 10 * len({*cells})) and not any(" " in cell for cell in cells)
+        says_so = table.roles and i < len(names) and names[i] in NO_TEXTS
+        if 2 * len(others) >= len(cells) or are_labels or says_so:
             fail(f"{table.path}: column {i + 1} has no texts, but numbers, labels or identifiers, such as "
                  f"{(others or cells)[0][:40]}; choose columns of texts by {table.flag}, by name or number")
 

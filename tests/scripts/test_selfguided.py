@@ -87,9 +87,10 @@ def test_one_layer_is_sampled_per_sentence(monkeypatch):
 
 @pytest.mark.parametrize("content, flags, sentences", [
     ("sentence1\tscore\tsentence2\tgenre\nA\t5\tB\tx\nC\t0.5\t7\tx\n", "", "A B C 7"),     # known names
+    ("sentence\tlabel\nA\tB\nC\tD\n", "", "A C"),
     ("A\tB\t-5\nC\t7\t1e-05\n", "", "A B C 7"), ("A\tB\t-5\nC\t7\t1e-05\n", "--columns 2 1", "B A 7 C")])
 def test_columns_of_sentences(content, flags, sentences, tmp_path):
-    """Sentences come from --columns, from columns with known names, or else from non-numeric columns."""
+    """Sentences come from --columns, from columns with known names, or else from columns of texts."""
     (tmp_path / "a.tsv").write_text(content)
     args = selfguided.make_parser().parse_args(["--data", "x", "--batch-size", "2", *flags.split()])
     assert [text for _, (text,) in selfguided.load_data(tmp_path / "a.tsv", args)] == sentences.split()

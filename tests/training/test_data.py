@@ -90,8 +90,8 @@ def test_columns_that_the_user_chooses_may_have_numbers(tmp_path):
 @pytest.mark.parametrize("kind", ["csv", "json"])
 @pytest.mark.parametrize("content, columns, header, row", [
     ("Hard-Neg,QUERY,Sentence 2\nn,a,p", None, "anchor QUERY, positive Sentence 2, negative Hard-Neg", "apn"),
-    ("sent1,negative_2,sent0,hard_neg1\np,n,a,m", None,
-     "anchor sent0, positive sent1, negative negative_2, negative hard_neg1", "apnm"),
+    ("sent1,negative_10,sent0,hard_neg2\np,n,a,m", None,
+     "anchor sent0, positive sent1, negative hard_neg2, negative negative_10", "apmn"),
     ("premise\na", None, "anchor premise", "a"),
     ("id,query,passage,label\n1,a,p,", ["query", "PASSAGE"], "anchor query, positive passage", "ap"),
     (",query,passage\n0,a,p", ["query", "passage"], "anchor query, positive passage", "ap"),

@@ -39,21 +39,25 @@ class ImageDataset:
             missing = args.dev if self.train.labels is not None else self.path
             fail(f"--dev {args.dev}: {missing} has no labels; evaluation needs labels in --dev and --data")
         self.test = test if labelled else None
-        self.renumber_labels()
+        self.renumber_labels(args.dev or self.path)
         if not args.evaluate:
             check_batch_size(len(self), self.path, args.batch_size, "images", least=1)
 
     def __len__(self):
         return len(self.train)
 
-    def renumber_labels(self):
+    def renumber_labels(self, test_path):
         """Renumber the labels of both splits to 0, 1, 2, ... without gaps, because a label is used as index
-        of a logit and of a kNN vote. A class has the same number in both splits."""
+        of a logit and of a kNN vote. A class has the same number in both splits. Fail if no class of the test
+        images is in the training data."""
         numbers = {}
         for split in (self.train, self.test):
             if split and split.labels is not None:
                 found, at = split.labels.unique(return_inverse=True)
                 names = [split.names.get(label, str(label)) for label in found.tolist()]
+                if split is self.test and numbers.keys().isdisjoint(names):
+                    fail(f"{test_path}: found the classes {', '.join(names)[:200]}, expected classes of "
+                         f"{self.path}: {', '.join(numbers)[:200]}")
                 split.labels = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])[at]
         self.classes = [*numbers]
 

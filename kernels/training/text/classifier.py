@@ -26,6 +26,7 @@ from ..data import (
 )
 from ..errors import fail, log
 from ..flags import check_batch_size
+from ..pretrained import read_json
 from ..progress import progress
 from ..run import Run
 from .checkpoint import save_transformer
@@ -73,8 +74,9 @@ def load_rows(path, args):
 
 
 def infer_task(counts, path, args):
-    """Set args.labels to the sorted class names in `counts`, {training label: number of its rows}; to [] in
-    regression. Default of --task: regression if all labels are numbers, some of them with a decimal point."""
+    """Set args.labels to the class names in `counts`, {training label: number of its rows}. If --model is a
+    classifier of these classes, their order is that of its outputs, else they are sorted. In regression, set
+    [] instead. Default of --task: regression if all labels are numbers, some of them with a decimal point."""
     if args.task is None:
         numbers = all(re.fullmatch(NUMBER, label) for label in counts)
         has_point = any("." in label for label in counts)
@@ -83,9 +85,20 @@ def infer_task(counts, path, args):
     if args.task == "classification":
         by_value = all(re.fullmatch(INTEGER, label) for label in counts)
         args.labels = sorted(counts, key=(lambda label: (int(label), label)) if by_value else None)
+        if {*saved_labels(args.model)} == {*args.labels}:
+            args.labels = saved_labels(args.model)
+        if len(counts) > max(20, counts.total() / 2):
+            fail(f"{path}: {len(counts):,} different labels in {counts.total():,} rows; choose columns by "
+                 "--columns, the labels last")
     if len(counts) == 1:
         fail(f"{path}: every label is {min(counts)!r}; expected at least two different labels")
     check_batch_size(counts.total(), path, args.batch_size, least=1)
+
+
+def saved_labels(name):
+    """Return the class names in the config of a model, in the order of its outputs; [] if there are none."""
+    names = {} if name == "scratch" else read_json(name, "config.json").get("id2label", {})
+    return [names[i] for i in sorted(names, key=int)]
 
 
 def find_columns(path, args):
@@ -99,6 +112,10 @@ def find_columns(path, args):
         fail(f"{path}: found the columns {join_names(columns)}; expected 1 or 2 text columns (as in --data), "
              "then 1 label column; choose these columns by --columns, by name or number")
     args.widths = [len(columns)]
+    others = [name for name in names if "label" in normalise_name(name) and name != columns[-1]]
+    if others and not args.columns:
+        fail(f"{path}: the labels may be in {columns[-1]} or in {join_names(others)}; choose columns by "
+             "--columns, the labels last")
     if not args.columns:
         args.columns, table.columns = columns if header else None, columns
         table.select_columns(names)
@@ -149,7 +166,9 @@ def load_model(args, run):
         fail(f"--max-length {args.max_length}: {args.model} reads at most {longest} tokens")
     model.tokenizer, model.bf16 = tokenizer, run.bf16
     head = "new" if model.missing or args.model == "scratch" else "trained"
-    log("model", f"{args.model}, {model.num_parameters() / 1e6:.1f} M parameters, {head} classifier")
+    before = saved_labels(args.model) if head == "trained" and args.labels else args.labels
+    renamed = f", whose labels were {join_names(before)}" if before != args.labels else ""
+    log("model", f"{args.model}, {model.num_parameters() / 1e6:.1f} M parameters, {head} classifier{renamed}")
     return model.to(run.device).train()
 
 

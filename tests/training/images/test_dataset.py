@@ -14,6 +14,7 @@ from transformers import AutoImageProcessor, AutoModel
 import memory_bank
 import moco
 import simclr
+from kernels.training.errors import UserError
 from kernels.training.images import dataset, encoders, evaluation
 from kernels.training.loop import batches
 from running import equal, free_port, run
@@ -71,6 +72,9 @@ def test_labels_are_numbered_without_gaps(tmp_path):
     os.symlink(tmp_path / "data", tmp_path / "data" / "a" / "again")
     images = make_dataset(tmp_path / "data", dev=tmp_path / "dev")
     assert images.train.labels.tolist() == [0, 1] and images.test.labels.tolist() == [2, 1]
+    write(tmp_path / "other/A/0.png", IMAGES[0])
+    with pytest.raises(UserError, match="other: found the classes A, expected classes of .*: a, caf"):
+        make_dataset(tmp_path / "data", dev=tmp_path / "other")
 
 
 def test_neighbours_are_at_most_the_smallest_class():

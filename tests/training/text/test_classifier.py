@@ -1,13 +1,21 @@
 """Test classifiers: columns of labelled texts, tasks, metrics, and loading a saved model in transformers."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, BertTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertTokenizer, pipeline
 
 from childtuning import load_data, make_parser
 from finetune import classify_with_features
 from kernels.training.errors import UserError
-from kernels.training.text.classifier import classification_metrics, classify, make_batch, tokenise_texts
+from kernels.training.text.classifier import (
+    classification_metrics,
+    classify,
+    load_model,
+    make_batch,
+    tokenise_texts,
+)
 from running import DATA, run
 
 PAIRS = "sentence1\tsentence2\tlabel\trelatedness\n"
@@ -92,6 +100,21 @@ def test_classification_metrics(labels, n):
     assert scores["matthews"] == pytest.approx((one * two).sum() / np.sqrt((one**2).sum() * (two**2).sum()))
     assert scores["f1"] == pytest.approx(f1[1] if labels == "01" else np.mean(f1))
     assert classification_metrics(truth, truth * 0, labels)["matthews"] == 0
+
+
+def test_a_trained_head_keeps_the_order_of_its_labels(tmp_path, bert, capsys):
+    """If the labels of the data have other names, the names of the head's labels are printed."""
+    BertTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(bert, id2label={0: "yes", 1: "no", 2: "maybe"})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    for labels, order, shown in (("no maybe yes", "yes no maybe", False), ("a b c", "a b c", True)):
+        (tmp_path / "a.tsv").write_text("".join(f"A.\t{label}\n" for label in 2 * labels.split()))
+        flags = ["--data", tmp_path / "a.tsv", "--model", tmp_path, "--batch-size", 2, "--max-length", 9]
+        args = make_parser().parse_args([*map(str, flags)])
+        assert [args.labels[label] for _, label in load_data(args.data, args)] == 2 * labels.split()
+        assert args.labels == order.split()
+        load_model(args, SimpleNamespace(bf16=False, device="cpu"))
+        assert ("trained classifier, whose labels were yes, no, maybe" in capsys.readouterr().out) == shown
 
 
 SHAPE = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, initializer_range=0.5)
